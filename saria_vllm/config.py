@@ -1,0 +1,220 @@
+"""The connector's configuration: one frozen struct, read from `kv_connector_extra_config`.
+
+Unknown keys are rejected with the nearest valid name, sizes need a unit, paths must be absolute and usable. Capacities
+are totals for the node, over all ranks, drives and local engines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from saria_vllm.errors import ConfigError
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+
+AdmissionPolicy = Literal["saria", "full_duplicate", "dram_only"]
+SsdEngineName = Literal["auto", "io_uring", "posix"]
+
+
+def parse_bytes(value: object, key: str) -> int:
+    """Bytes of a size such as "64GiB".
+
+    Raises:
+        ConfigError: not a string, no unit, an unknown unit, or not above zero.
+    """
+    accepted = f"a size above zero with a unit ({', '.join(_UNITS)}), such as \"64GiB\""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"{key}: {value!r} is not {accepted}")
+    nbytes = int(float(match[1]) * _UNITS[match[2]])
+    if nbytes <= 0:
+        raise ConfigError(f"{key}: {value!r} is not {accepted}")
+    return nbytes
+
+
+def format_bytes(nbytes: int) -> str:
+    """A size for people, in binary units: 1536 -> "1.50KiB"."""
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{nbytes}B" if unit == "B" else f"{size:.2f}{unit}"
+
+
+class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a chunk is worth an SSD write."""
+
+    policy: AdmissionPolicy = "saria"
+    evictions: int = 2
+    """`saria`: persist on this DRAM eviction of a chunk (k)."""
+    reuses: int = 0
+    """`saria`: persist before eviction once a chunk was reused this often (N); 0 turns it off."""
+    ghosts_max: int = 1_000_000
+    """Chunks whose history is remembered after their bytes are gone; about 200 bytes each."""
+
+
+class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Effective configuration. Sizes are bytes, for the node."""
+
+    dram_capacity: int
+    ssd_paths: tuple[str, ...] = ()
+    ssd_capacity: int = 0
+    chunk_tokens: int = 0
+    """Tokens in a chunk; 0 means "auto"."""
+    admission: AdmissionConfig = AdmissionConfig()
+    ssd_engine: SsdEngineName = "auto"
+    io_threads: int = 0
+    """SSD threads per drive; 0 means automatic."""
+    io_cpus: tuple[int, ...] = ()
+    """CPUs for the SSD and copy threads; empty means automatic."""
+    namespace: str = ""
+    """Extra text in the namespace fingerprint, to keep equal-looking deployments apart."""
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> SariaConfig:
+        """Read `kv_connector_extra_config`.
+
+        Raises:
+            ConfigError: names the key, the value and what is accepted.
+        """
+        _reject_unknown(extra, cls, "")
+        raw = dict(extra)
+        if "dram_capacity" not in raw:
+            raise ConfigError('dram_capacity: missing; accepted: a size with a unit, such as "64GiB"')
+        raw["dram_capacity"] = parse_bytes(raw["dram_capacity"], "dram_capacity")
+        if raw.get("chunk_tokens") == "auto":
+            raw["chunk_tokens"] = 0
+        elif "chunk_tokens" in raw and not _is_int_above(raw["chunk_tokens"], 0):
+            raise ConfigError(f"chunk_tokens: {raw['chunk_tokens']!r} is not \"auto\" or a number of tokens above zero")
+        raw["ssd_paths"] = _ssd_paths(raw.get("ssd_paths", ()))
+        if raw["ssd_paths"]:
+            if "ssd_capacity" not in raw:
+                raise ConfigError('ssd_capacity: missing beside ssd_paths; accepted: a size with a unit, such as "2TiB"')
+            raw["ssd_capacity"] = parse_bytes(raw["ssd_capacity"], "ssd_capacity")
+        elif "ssd_capacity" in raw:
+            raise ConfigError(f"ssd_capacity: {raw['ssd_capacity']!r} given without ssd_paths")
+        admission = raw.get("admission", {})
+        if isinstance(admission, str):
+            admission = {"policy": admission}
+        if not isinstance(admission, Mapping):
+            raise ConfigError(f"admission: {admission!r} is not a policy name or an object")
+        _reject_unknown(admission, AdmissionConfig, "admission.")
+        raw["admission"] = admission
+        try:
+            config = msgspec.convert(raw, cls, strict=True)
+        except msgspec.ValidationError as error:
+            raise ConfigError(_explain(error, raw)) from None
+        config._check_ranges()
+        return config
+
+    def _check_ranges(self) -> None:
+        for key, value, low in (
+            ("admission.evictions", self.admission.evictions, 1),
+            ("admission.reuses", self.admission.reuses, 0),
+            ("admission.ghosts_max", self.admission.ghosts_max, 1),
+            ("io_threads", self.io_threads, 0),
+        ):
+            if value < low:
+                raise ConfigError(f"{key}: {value} is not a whole number of at least {low}")
+        cpus = os.cpu_count() or 1
+        if any(not 0 <= cpu < cpus for cpu in self.io_cpus):
+            raise ConfigError(f"io_cpus: {list(self.io_cpus)} names a CPU outside 0..{cpus - 1}")
+
+    def check_machine(self) -> None:
+        """Check the capacities and paths against this machine, changing nothing.
+
+        Raises:
+            ConfigError: names the key, the value and what is accepted.
+        """
+        memory = memory_limit_bytes()
+        if self.dram_capacity > memory:
+            raise ConfigError(
+                f"dram_capacity: {format_bytes(self.dram_capacity)} is more than this machine's memory; "
+                f"accepted: at most {format_bytes(memory)}, less what the engine needs"
+            )
+        disks: dict[int, int] = {}
+        for path in self.ssd_paths:
+            existing = path
+            while not os.path.lexists(existing):
+                existing = os.path.dirname(existing)
+            if not os.path.isdir(existing):
+                raise ConfigError(f"ssd_paths: {path!r}: {existing!r} is not a directory")
+            if not os.access(existing, os.W_OK | os.X_OK):
+                raise ConfigError(f"ssd_paths: {path!r}: no permission to write in {existing!r}")
+            stat = os.statvfs(existing)
+            disks[os.stat(existing).st_dev] = stat.f_blocks * stat.f_frsize
+        if self.ssd_paths and self.ssd_capacity > sum(disks.values()):
+            raise ConfigError(
+                f"ssd_capacity: {format_bytes(self.ssd_capacity)} is more than the disks under ssd_paths hold; "
+                f"accepted: at most {format_bytes(sum(disks.values()))}"
+            )
+
+    def describe(self) -> str:
+        """Effective values in one line."""
+        ssd = f"ssd_capacity={format_bytes(self.ssd_capacity)} on {list(self.ssd_paths)}" if self.ssd_paths else "no SSD"
+        policy = msgspec.to_builtins(self.admission)
+        return (
+            f"dram_capacity={format_bytes(self.dram_capacity)} {ssd} "
+            f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} ssd_engine={self.ssd_engine}"
+        )
+
+
+def memory_limit_bytes() -> int:
+    """Memory of this machine, or of this container where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def _is_int_above(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > low
+
+
+def _ssd_paths(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
+        raise ConfigError(f"ssd_paths: {value!r} is not a list of absolute paths")
+    for path in value:
+        if not os.path.isabs(path) or "\0" in path:
+            raise ConfigError(f"ssd_paths: {path!r} is not an absolute path ('~' and variables are not expanded)")
+    paths = tuple(os.path.normpath(path) for path in value)
+    if len(set(paths)) != len(paths):
+        raise ConfigError(f"ssd_paths: {list(value)!r} names a path twice")
+    return paths
+
+
+def _reject_unknown(raw: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:
+    known = struct.__struct_fields__
+    for key in raw:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"{prefix}{key}: unknown key; did you mean {prefix}{near[0]}? accepted: {', '.join(known)}"
+            )
+
+
+def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
+    message, _, path = str(error).partition(" - at `$")
+    value: Any = raw
+    keys = [part for part in re.split(r"[.\[\]`]+", path) if part and part != "..."]
+    for key in keys:
+        value = value[int(key)] if key.isdigit() and isinstance(value, list | tuple) else value.get(key)
+    return f"{'.'.join(keys)}: {value!r}: {message}"

@@ -1,0 +1,142 @@
+"""Words of the project as types (see docs/glossary.md). Imports nothing but msgspec.
+
+These structs travel from the scheduler process to the workers and back, so they hold numbers, bytes and tuples only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+RECORD_ALIGN_BYTES = 4096
+"""Slots and records are padded to this, so that O_DIRECT works from the DRAM pool itself."""
+
+KEY_BYTES_MAX = 32
+"""vLLM's block hashes are at most sha256 wide."""
+
+NULL_BLOCK = -1
+"""In a chunk's block list: leave this block alone (HBM has it already, or the hit ends before it)."""
+
+
+def align_up(nbytes: int, alignment: int = RECORD_ALIGN_BYTES) -> int:
+    """Smallest multiple of `alignment` that is at least `nbytes`."""
+    return -(-nbytes // alignment) * alignment
+
+
+class Extent(NamedTuple):
+    """Where a chunk lies on SSD. The same on all ranks, though each rank's record has its own size."""
+
+    drive: int
+    """Index into `ssd_paths`."""
+    segment: int
+    """Segment id, never used twice within one engine directory."""
+    record: int
+    """Record number within the segment."""
+
+
+class Slot(NamedTuple):
+    """A cell of the DRAM pool. The address is slab * slab_bytes + cell * record_bytes of the slab's group."""
+
+    slab: int
+    cell: int
+
+
+class GroupShape(msgspec.Struct, frozen=True):
+    """Sizes of one KV cache group on one rank."""
+
+    group: int
+    """vLLM's KV cache group id."""
+    block_tokens: int
+    blocks_per_chunk: int
+    block_bytes: int
+    """Bytes of one block over all layers of the group on this rank."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Payload bytes of a chunk on one rank."""
+        return self.block_bytes * self.blocks_per_chunk
+
+    @property
+    def record_bytes(self) -> int:
+        """Chunk bytes padded to `RECORD_ALIGN_BYTES`: what a slot or an SSD record occupies."""
+        return align_up(self.chunk_bytes)
+
+
+class StoreItem(msgspec.Struct, frozen=True, array_like=True):
+    """HBM -> DRAM copy of one chunk."""
+
+    group: int
+    slot: Slot
+    blocks: tuple[int, ...]
+    """One block id per block of the chunk."""
+
+
+class StoreJob(msgspec.Struct, frozen=True, array_like=True):
+    """One request's chunks to store. All or nothing: a job whose copy failed stored nothing."""
+
+    job_id: int
+    items: tuple[StoreItem, ...]
+
+
+class LoadItem(msgspec.Struct, frozen=True, array_like=True):
+    """Tier -> HBM copy of one chunk. Exactly one of `slot` and `extent` is set."""
+
+    group: int
+    blocks: tuple[int, ...]
+    """One block id per block of the chunk, `NULL_BLOCK` where nothing is to be written."""
+    slot: Slot | None
+    extent: Extent | None
+    key: bytes
+
+
+class LoadJob(msgspec.Struct, frozen=True, array_like=True):
+    """One request's reload. Ends exactly once: loaded, or failed with the positions of the bad items."""
+
+    job_id: int
+    request_id: str
+    items: tuple[LoadItem, ...]
+
+
+class PersistJob(msgspec.Struct, frozen=True, array_like=True):
+    """DRAM -> SSD write of one chunk."""
+
+    job_id: int
+    group: int
+    slot: Slot
+    extent: Extent
+    key: bytes
+    parent: bytes
+    """Key of the chunk before it in the prefix, empty for a first chunk."""
+
+
+class JobResult(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a store, load or persist job on one rank."""
+
+    job_id: int
+    failed: tuple[int, ...] = ()
+    """Positions of failed items in the job; empty when all went well. A persist job has the one position 0."""
+    reason: str = ""
+    """Why the first of them failed: a label of `metrics.ERROR_REASONS`."""
+
+
+class FoundChunk(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk found on SSD when an engine directory was reopened."""
+
+    group: int
+    key: bytes
+    parent: bytes
+    extent: Extent
+
+
+class OpenSsd(msgspec.Struct, frozen=True):
+    """Scheduler -> worker: open the SSD tier in these engine directories."""
+
+    directories: tuple[str, ...]
+    """One engine directory per drive, `<ssd_path>/<namespace>/e<k>`, created and leased by the scheduler."""
+    generation: int
+    """Records of another generation are never used again."""
+    segment_bytes: int
+    """Upper bound of one segment's record area on one rank."""
+    segments_max: int
+    """Hard cap of segments on each drive, over all groups."""
