@@ -10,7 +10,8 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from fractions import Fraction
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -21,10 +22,27 @@ _UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*")
 
 AdmissionPolicy = Literal["saria", "full_duplicate", "dram_only"]
 SsdEngineName = Literal["auto", "io_uring", "posix"]
+
+_RANGES = {
+    "admission.evictions": (1, 255),
+    "admission.reuses": (0, 65_535),
+    "admission.ghosts_max": (1, 1_000_000_000),
+    "io_threads": (0, 256),
+}
+"""Bounds of whole numbers; the index counts evictions in 8 bits and reuses in 16."""
+
+_ACCEPTED = {
+    "ssd_engine": f"one of {', '.join(get_args(SsdEngineName))}",
+    "io_cpus": "a list of CPU numbers",
+    "namespace": "a string",
+    "admission.policy": f"one of {', '.join(get_args(AdmissionPolicy))}",
+    **{key: f"a whole number from {low} to {high}" for key, (low, high) in _RANGES.items()},
+}
+"""What a key of the wrong type or an unknown choice should have been."""
 
 
 def parse_bytes(value: object, key: str) -> int:
@@ -33,11 +51,11 @@ def parse_bytes(value: object, key: str) -> int:
     Raises:
         ConfigError: not a string, no unit, an unknown unit, or not above zero.
     """
-    accepted = f"a size above zero with a unit ({', '.join(_UNITS)}), such as \"64GiB\""
+    accepted = f'a size above zero with a unit ({", ".join(_UNITS)}), such as "64GiB"'
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{key}: {value!r} is not {accepted}")
-    nbytes = int(float(match[1]) * _UNITS[match[2]])
+    nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
     if nbytes <= 0:
         raise ConfigError(f"{key}: {value!r} is not {accepted}")
     return nbytes
@@ -97,19 +115,24 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if raw.get("chunk_tokens") == "auto":
             raw["chunk_tokens"] = 0
         elif "chunk_tokens" in raw and not _is_int_above(raw["chunk_tokens"], 0):
-            raise ConfigError(f"chunk_tokens: {raw['chunk_tokens']!r} is not \"auto\" or a number of tokens above zero")
+            raise ConfigError(f'chunk_tokens: {raw["chunk_tokens"]!r} is not "auto" or a whole number above zero')
         raw["ssd_paths"] = _ssd_paths(raw.get("ssd_paths", ()))
         if raw["ssd_paths"]:
             if "ssd_capacity" not in raw:
-                raise ConfigError('ssd_capacity: missing beside ssd_paths; accepted: a size with a unit, such as "2TiB"')
+                raise ConfigError(
+                    'ssd_capacity: missing; accepted beside ssd_paths: a size with a unit, such as "2TiB"'
+                )
             raw["ssd_capacity"] = parse_bytes(raw["ssd_capacity"], "ssd_capacity")
         elif "ssd_capacity" in raw:
-            raise ConfigError(f"ssd_capacity: {raw['ssd_capacity']!r} given without ssd_paths")
+            raise ConfigError(
+                f"ssd_capacity: {raw['ssd_capacity']!r} given without ssd_paths; accepted: both or neither"
+            )
         admission = raw.get("admission", {})
         if isinstance(admission, str):
             admission = {"policy": admission}
         if not isinstance(admission, Mapping):
-            raise ConfigError(f"admission: {admission!r} is not a policy name or an object")
+            policies = ", ".join(get_args(AdmissionPolicy))
+            raise ConfigError(f"admission: {admission!r} is not a policy ({policies}) or an object")
         _reject_unknown(admission, AdmissionConfig, "admission.")
         raw["admission"] = admission
         try:
@@ -120,14 +143,11 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return config
 
     def _check_ranges(self) -> None:
-        for key, value, low in (
-            ("admission.evictions", self.admission.evictions, 1),
-            ("admission.reuses", self.admission.reuses, 0),
-            ("admission.ghosts_max", self.admission.ghosts_max, 1),
-            ("io_threads", self.io_threads, 0),
-        ):
-            if value < low:
-                raise ConfigError(f"{key}: {value} is not a whole number of at least {low}")
+        for key, (low, high) in _RANGES.items():
+            struct: msgspec.Struct = self.admission if key.startswith("admission.") else self
+            value = getattr(struct, key.removeprefix("admission."))
+            if not low <= value <= high:
+                raise ConfigError(f"{key}: {value} is not {_ACCEPTED[key]}")
         cpus = os.cpu_count() or 1
         if any(not 0 <= cpu < cpus for cpu in self.io_cpus):
             raise ConfigError(f"io_cpus: {list(self.io_cpus)} names a CPU outside 0..{cpus - 1}")
@@ -144,15 +164,16 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"dram_capacity: {format_bytes(self.dram_capacity)} is more than this machine's memory; "
                 f"accepted: at most {format_bytes(memory)}, less what the engine needs"
             )
+        accepted = "a directory that this user can write in, or a path to be created in one"
         disks: dict[int, int] = {}
         for path in self.ssd_paths:
             existing = path
             while not os.path.lexists(existing):
                 existing = os.path.dirname(existing)
             if not os.path.isdir(existing):
-                raise ConfigError(f"ssd_paths: {path!r}: {existing!r} is not a directory")
+                raise ConfigError(f"ssd_paths: {path!r}: {existing!r} is not a directory; accepted: {accepted}")
             if not os.access(existing, os.W_OK | os.X_OK):
-                raise ConfigError(f"ssd_paths: {path!r}: no permission to write in {existing!r}")
+                raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             stat = os.statvfs(existing)
             disks[os.stat(existing).st_dev] = stat.f_blocks * stat.f_frsize
         if self.ssd_paths and self.ssd_capacity > sum(disks.values()):
@@ -163,7 +184,9 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def describe(self) -> str:
         """Effective values in one line."""
-        ssd = f"ssd_capacity={format_bytes(self.ssd_capacity)} on {list(self.ssd_paths)}" if self.ssd_paths else "no SSD"
+        ssd = "no SSD"
+        if self.ssd_paths:
+            ssd = f"ssd_capacity={format_bytes(self.ssd_capacity)} on {list(self.ssd_paths)}"
         policy = msgspec.to_builtins(self.admission)
         return (
             f"dram_capacity={format_bytes(self.dram_capacity)} {ssd} "
@@ -193,9 +216,9 @@ def _ssd_paths(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
         raise ConfigError(f"ssd_paths: {value!r} is not a list of absolute paths")
     for path in value:
-        if not os.path.isabs(path) or "\0" in path:
+        if not os.path.isabs(path) or "\0" in path or re.search(r"\$[A-Za-z_{(]", path):
             raise ConfigError(f"ssd_paths: {path!r} is not an absolute path ('~' and variables are not expanded)")
-    paths = tuple(os.path.normpath(path) for path in value)
+    paths = tuple("/" + os.path.normpath(path).lstrip("/") for path in value)
     if len(set(paths)) != len(paths):
         raise ConfigError(f"ssd_paths: {list(value)!r} names a path twice")
     return paths
@@ -205,16 +228,18 @@ def _reject_unknown(raw: Mapping[str, Any], struct: type[msgspec.Struct], prefix
     known = struct.__struct_fields__
     for key in raw:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            word = str(key).lower().replace("-", "_")
+            near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
             raise ConfigError(
-                f"{prefix}{key}: unknown key; did you mean {prefix}{near[0]}? accepted: {', '.join(known)}"
+                f"{prefix}{key}: unknown key, given {raw[key]!r}; did you mean {prefix}{near[0]}? "
+                f"accepted: {', '.join(prefix + name for name in known)}"
             )
 
 
 def _explain(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    message, _, path = str(error).partition(" - at `$")
+    """Say it in words of the configuration: the error's path is `$.key`, `$.key[0]` or `$.admission.key`."""
+    path = str(error).rpartition("`$.")[2].rstrip("`").partition("[")[0]
     value: Any = raw
-    keys = [part for part in re.split(r"[.\[\]`]+", path) if part and part != "..."]
-    for key in keys:
-        value = value[int(key)] if key.isdigit() and isinstance(value, list | tuple) else value.get(key)
-    return f"{'.'.join(keys)}: {value!r}: {message}"
+    for key in path.split("."):
+        value = value[key]
+    return f"{path}: {value!r} is not {_ACCEPTED[path]}"

@@ -1,0 +1,96 @@
+"""What must be equal for KV on SSD to be usable: the namespace fingerprint. Unlike fingerprints never mix."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from saria_vllm.types import GroupShape
+
+FORMAT_VERSION = 1
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_HEADER_BYTES_MAX = 16 << 20
+
+
+def fingerprint_parts(
+    vllm_config: Any, kv_cache_config: KVCacheConfig, groups: list[int], shapes: list[GroupShape], label: str
+) -> dict[str, Any]:
+    """Everything that decides the bytes and meaning of a stored chunk, by name, for people and for the hash."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    return {
+        "format": FORMAT_VERSION,
+        "label": label,
+        "model": str(model.model),
+        "revision": str(model.revision),
+        "weights": weights_identity(str(model.model)),
+        "weights_load_format": str(vllm_config.load_config.load_format),
+        "model_config": _digest(model.hf_config.to_json_string()),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "kv_dtype": str(cache.cache_dtype),
+        "kv_scales": bool(getattr(cache, "calculate_kv_scales", False)),
+        "kv_layout": str(kv_cache_config.kv_cache_layout),
+        "kv_groups": [_group_identity(kv_cache_config.kv_cache_groups[group]) for group in groups],
+        "chunks": [[s.block_tokens, s.blocks_per_chunk, s.block_bytes] for s in shapes],
+        "attention_backend": _attention_backend(vllm_config),
+        "conv_state_layout": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", ""),
+        "device": device_identity(),
+        "vllm": vllm_version,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "hash": [str(cache.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED", "")],
+        "hash_block_tokens": kv_cache_config.hash_block_size,
+    }
+
+
+def _digest(text: str | bytes) -> str:
+    return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=16).hexdigest()
+
+
+def _group_identity(group: Any) -> list[str]:
+    return [repr(group.kv_cache_spec), _digest("\n".join(group.layer_names))]
+
+
+def _attention_backend(vllm_config: Any) -> str:
+    attention = getattr(vllm_config, "attention_config", None)
+    configured = getattr(attention, "backend", None) or os.environ.get("VLLM_ATTENTION_BACKEND", "")
+    return str(configured or "default for this vLLM, device and model")
+
+
+def device_identity() -> str:
+    """Device kind and instruction set: they select kernels, and kernels select layouts and rounding."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    isa = [flag for flag in flags if flag.startswith(("amx", "avx", "sve", "asimd", "bf16", "i8mm"))]
+    device = f"{current_platform.device_type} {current_platform.get_device_name()}"
+    return f"{device}; host {platform.machine()} {' '.join(sorted(isa))}"
+
+
+def weights_identity(model: str) -> str:
+    """Hash of what tells two sets of weights apart without reading them: names, sizes, times and safetensors headers.
+
+    A model that is not a local directory is named by its resolved snapshot, which its revision stands for; then this is
+    empty.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        if file.suffix == ".safetensors":
+            with file.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                digest.update(stream.read(min(length, _HEADER_BYTES_MAX)))
+    return digest.hexdigest()

@@ -1,0 +1,47 @@
+"""What travels between the two halves once per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from saria_vllm.types import FoundChunk, JobResult, LoadJob, OpenSsd, PersistJob, StoreJob
+
+
+@dataclass
+class SariaMetadata(KVConnectorMetadata):
+    """Scheduler -> every worker."""
+
+    generation: int = 0
+    open_ssd: OpenSsd | None = None
+    namespace: str = ""
+    engine_index: int = 0
+    loads: list[LoadJob] = field(default_factory=list)
+    refused: list[LoadJob] = field(default_factory=list)
+    """Loads to report as failed without touching a byte."""
+    stores: list[StoreJob] = field(default_factory=list)
+    persists: list[PersistJob] = field(default_factory=list)
+    retired: list[tuple[int, int]] = field(default_factory=list)
+    """(drive, segment) to unlink before anything is written."""
+
+
+@dataclass
+class OpenedSsd:
+    """One rank's report after opening the SSD tier."""
+
+    found: list[FoundChunk]
+    next_segment: int
+    problem: str
+
+
+@dataclass
+class SariaWorkerMetadata(KVConnectorWorkerMetadata):
+    """Workers -> scheduler: one entry per rank and job."""
+
+    results: list[JobResult] = field(default_factory=list)
+    opened: list[OpenedSsd] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, SariaWorkerMetadata)
+        return SariaWorkerMetadata(self.results + other.results, self.opened + other.opened)

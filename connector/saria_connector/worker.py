@@ -1,0 +1,103 @@
+"""The worker half: registers pages, hands jobs to the executor, reports their ends. No decisions."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from saria_connector import layout
+from saria_connector.metadata import OpenedSsd, SariaMetadata, SariaWorkerMetadata
+from saria_connector.sizing import Sizing
+from saria_vllm.config import SariaConfig
+from saria_vllm.engine.executor import Executor
+from saria_vllm.engine.pool import DramPool
+from saria_vllm.metrics import Counts
+from saria_vllm.storage.namespace import store_id
+from saria_vllm.types import JobResult
+
+logger = logging.getLogger("vllm.saria")
+
+
+class WorkerSide:
+    """See `SariaConnector` for when vLLM calls what."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, config: SariaConfig) -> None:
+        self._config, self._kv_cache_config = config, kv_cache_config
+        self._sizing = Sizing.of(vllm_config, kv_cache_config, config)
+        self._rank = vllm_config.parallel_config.rank
+        self._engine_id = vllm_config.kv_transfer_config.engine_id
+        self._executor: Executor | None = None
+        self._results: list[JobResult] = []
+        self.counts: Counts = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        sizing = self._sizing
+        maps = layout.page_maps(self._kv_cache_config, sizing.groups, kv_caches)
+        pool = DramPool(
+            self._engine_id, sizing.dram_bytes, self._rank % sizing.ranks, sizing.ranks, sizing.slab_bytes
+        )
+        self._executor = Executor(
+            pool,
+            maps,
+            {shape.group: shape for shape in sizing.shapes},
+            ssd_engine=self._config.ssd_engine,
+            io_threads=self._config.io_threads,
+            cpus=self._config.io_cpus,
+        )
+
+    def start(self, metadata: SariaMetadata) -> None:
+        """Submit everything of this step but the stores."""
+        executor = self._executor
+        assert executor is not None
+        executor.set_generation(metadata.generation)
+        if metadata.open_ssd is not None:
+            rank_id = store_id(metadata.namespace, metadata.engine_index, self._rank)
+            executor.open_ssd(metadata.open_ssd, self._rank, rank_id)
+        for drive, segment in metadata.retired:
+            executor.retire(drive, segment)
+        for load in metadata.loads:
+            executor.submit_load(load)
+        for load in metadata.refused:
+            executor.refuse_load(load)
+        for persist in metadata.persists:
+            executor.submit_persist(persist)
+
+    def store(self, metadata: SariaMetadata) -> None:
+        """Submit the stores: after the forward, when their blocks have their final bytes."""
+        assert self._executor is not None
+        for job in metadata.stores:
+            self._executor.submit_store(job)
+
+    def transfer_results(self) -> KVConnectorTransferResults:
+        transfers = KVConnectorTransferResults()
+        if self._executor is None:
+            return transfers
+        results, loads, counts, messages = self._executor.poll()
+        self._results += results
+        for state in loads:
+            transfers.finished_recving.add(state.job.request_id)
+            if state.failed:
+                transfers.failed_recving.add(state.job.request_id)
+            self._results.append(JobResult(state.job.job_id, tuple(state.failed), state.reason))
+        for name, value in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + value
+        for message in messages:
+            logger.warning("SARIA rank %d: %s", self._rank, message)
+        return transfers
+
+    def worker_metadata(self) -> SariaWorkerMetadata | None:
+        opened = self._executor.take_opened() if self._executor else None
+        if not self._results and opened is None:
+            return None
+        reports = [OpenedSsd(opened.found, opened.next_segment, opened.problem)] if opened else []
+        results, self._results = self._results, []
+        return SariaWorkerMetadata(results, reports)
+
+    def shutdown(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None

@@ -1,0 +1,67 @@
+// io_uring through raw system calls: reads and writes with a bounded number in flight.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace saria {
+
+struct Sqe;
+struct Cqe;
+
+// Used by one thread at a time. Methods that return int give 0 or an errno.
+class Uring {
+public:
+    enum Op : uint8_t { kRead = 0, kWrite = 1 };
+    using Completion = std::pair<uint64_t, int64_t>;  // tag, bytes moved or -errno
+
+    Uring() = default;
+    Uring(const Uring &) = delete;
+    Uring &operator=(const Uring &) = delete;
+    ~Uring() { close(); }
+
+    int open(unsigned depth);
+    bool is_open() const { return fd_ >= 0; }
+    unsigned depth() const { return static_cast<unsigned>(requests_.size()); }
+    unsigned in_flight() const { return depth() - static_cast<unsigned>(free_.size()); }
+
+    // Starts one transfer. Call only with in_flight() < depth().
+    int submit(Op op, int fd, uint64_t addr, uint64_t nbytes, uint64_t offset, uint64_t tag);
+
+    // Appends finished transfers to `out`; waits up to `timeout_s` for the first one. A signal ends the wait early.
+    int reap(double timeout_s, std::vector<Completion> &out);
+
+    // Waits for everything in flight (the buffers belong to the caller), then gives the ring back.
+    void close();
+
+private:
+    struct Request {
+        Op op;
+        int fd;
+        uint64_t addr, nbytes, offset, tag, done;
+    };
+
+    int map_rings(const struct Params &params);
+    void push(uint32_t index);
+    int enter(unsigned min_complete, double timeout_s);
+    void drain(std::vector<Completion> &out);
+    bool settle(Request &request, int64_t result, std::vector<Completion> &out);
+    void release();
+
+    int fd_ = -1;
+    bool timed_enter_ = false;
+    uint32_t unsubmitted_ = 0;
+    std::vector<Request> requests_;
+    std::vector<uint32_t> free_;
+
+    void *rings_[2] = {nullptr, nullptr};
+    size_t rings_bytes_[2] = {0, 0};
+    Sqe *sqes_ = nullptr;
+    size_t sqes_bytes_ = 0;
+    uint32_t *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
+    uint32_t sq_mask_ = 0, cq_mask_ = 0;
+    Cqe *cqes_ = nullptr;
+};
+
+}  // namespace saria

@@ -1,0 +1,44 @@
+"""The `saria` command. Each subcommand is a module with `add_arguments` and `run`, imported only when it is called.
+
+Exit status: 0 fine, 1 a problem was found, 2 bad usage. Progress goes to standard error, results to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import saria_vllm
+from saria_vllm.errors import SariaError
+
+COMMANDS = {"replay": "drive a vLLM server with real agent sessions and measure each turn"}
+
+
+class UsageError(SariaError):
+    """The command line asks for something impossible. The message says what is accepted."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="saria", description=saria_vllm.__doc__)
+    parser.add_argument("--version", action="version", version=f"saria-vllm {saria_vllm.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name in words:
+            module = importlib.import_module(f"saria_vllm.cli.{name}")
+            command.description = module.__doc__
+            module.add_arguments(command)
+    arguments = parser.parse_args(words)
+    module = importlib.import_module(f"saria_vllm.cli.{arguments.command}")
+    try:
+        status: int = module.run(arguments)
+    except SariaError as error:
+        print(f"saria {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status

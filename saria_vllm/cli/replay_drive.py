@@ -1,0 +1,322 @@
+"""The HTTP side of `saria replay`: closed loops of sessions, streamed answers, the server's counters."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import os
+import re
+import time
+from typing import Any
+
+import msgspec
+
+from saria_vllm.cli import UsageError
+from saria_vllm.errors import SariaError
+from saria_vllm.sim.prompts import PromptMaker
+from saria_vllm.sim.trace import Request, Session
+
+METRIC_PREFIX = "vllm:saria_"
+_CONNECT_S = 10.0
+_LABEL = re.compile(r'(\w+)="(?:[^"\\]|\\.)*"')
+_NOT_OURS = ("engine", "model_name")
+
+Counters = dict[str, float]
+"""Values of the server's `vllm:saria_` lines by name and labels, summed over engines."""
+
+
+class ServerError(SariaError):
+    """The server is not there or does not answer as vLLM does."""
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What the server says of its model; 0 where it says nothing."""
+
+    model: str
+    context_tokens: int
+    vocab_size: int
+
+
+class ReplayPlan(msgspec.Struct, frozen=True):
+    """All that a replay does, decided before the first request."""
+
+    url: str
+    model: str
+    sessions: list[Session]
+    starts: list[float]
+    maker: PromptMaker
+    output_tokens: int
+    """Tokens of each answer; 0 means the trace's own number, scaled."""
+    context_tokens: int
+    concurrency: int
+    think_scale: float
+    timeout_s: float
+    turns_left_out: int
+    seed: int
+    trace: str
+
+
+class Turn(msgspec.Struct):
+    """One request as it was served."""
+
+    session: str
+    turn: int
+    thread: int
+    prompt_tokens: int
+    known_tokens: int
+    """Leading tokens that had been sent before, by this or another session."""
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    counters: Counters | None = None
+    """How the server's counters moved meanwhile; None where there are none or several requests ran at once."""
+    turn_class: str = ""
+    error: str = ""
+
+
+def _aiohttp() -> Any:
+    try:
+        import aiohttp
+    except ImportError:
+        raise UsageError("aiohttp is not installed: pip install 'saria-vllm[replay]'") from None
+    return aiohttp
+
+
+async def server_info(url: str, model: str | None) -> ServerInfo:
+    """Ask /v1/models, and read the vocabulary size where the model's folder is on this machine.
+
+    Raises:
+        ServerError: nobody answers there, or the model is not served.
+    """
+    aiohttp = _aiohttp()
+    address = f"{url.rstrip('/')}/v1/models"
+    try:
+        timeout = aiohttp.ClientTimeout(total=_CONNECT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as http, http.get(address) as response:
+            response.raise_for_status()
+            cards = (await response.json())["data"]
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        raise ServerError(f"no OpenAI-compatible server answers at {address}: {error}") from None
+    found = [card for card in cards if model in (None, card["id"])]
+    if not found:
+        raise ServerError(f"{address} has no model {model!r}; it serves {[card['id'] for card in cards]}")
+    card = found[0]
+    return ServerInfo(card["id"], card.get("max_model_len") or 0, _vocab_size(card.get("root") or ""))
+
+
+def _vocab_size(root: str) -> int:
+    try:
+        with open(os.path.join(root, "config.json"), encoding="utf-8") as file:
+            return int(json.load(file)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def parse_counters(text: str) -> Counters:
+    """The `vllm:saria_` lines of a /metrics page, engines and models summed; `_created` lines left out."""
+    counters: Counters = {}
+    for line in text.splitlines():
+        if not line.startswith(METRIC_PREFIX):
+            continue
+        name, _, value = line.rpartition(" ")
+        name, _, labels = name.partition("{")
+        name = name[len(METRIC_PREFIX) :].removesuffix("_total")
+        if name.endswith("_created"):
+            continue
+        own = [match[0] for match in _LABEL.finditer(labels) if match[1] not in _NOT_OURS]
+        key = name + (f"{{{','.join(own)}}}" if own else "")
+        try:
+            counters[key] = counters.get(key, 0.0) + float(value)
+        except ValueError:
+            continue
+    return counters
+
+
+async def drive(plan: ReplayPlan) -> tuple[list[Turn], Counters, Counters, float]:
+    """Replay the plan. Returns the turns in order of sending, counters before and after, and the seconds it took."""
+    aiohttp = _aiohttp()
+    timeout = aiohttp.ClientTimeout(total=plan.timeout_s)
+    connector = aiohttp.TCPConnector(limit=plan.concurrency + 1)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        before = await _read_counters(http, plan.url)
+        driver = _Driver(plan, http)
+        started = time.perf_counter()
+        with _progress(plan) as advance:
+            await driver.run(advance)
+        seconds = time.perf_counter() - started
+        return driver.turns, before, await _read_counters(http, plan.url), seconds
+
+
+class _Driver:
+    """Sends the turn that is due first, `concurrency` at a time, one per session."""
+
+    def __init__(self, plan: ReplayPlan, http: Any) -> None:
+        self.plan = plan
+        self.http = http
+        self.turns: list[Turn] = []
+        self.due = [(start * (plan.think_scale or 1.0), index, 0) for index, start in enumerate(plan.starts)]
+        heapq.heapify(self.due)
+        self.sessions_open = len(self.due)
+        self.changed = asyncio.Condition()
+        self.seen: set[int] = set()
+        self.began = time.perf_counter()
+
+    async def run(self, advance: Any) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.plan.concurrency):
+                group.create_task(self._work(advance))
+
+    async def _work(self, advance: Any) -> None:
+        while True:
+            async with self.changed:
+                await self.changed.wait_for(lambda: self.due or not self.sessions_open)
+                if not self.due:
+                    return
+                due, index, number = heapq.heappop(self.due)
+            if self.plan.think_scale:
+                await asyncio.sleep(max(0.0, due - self._now()))
+            requests = self.plan.sessions[index].requests
+            sent = self._now()
+            turn = await self._ask(requests[number], number)
+            advance(turn)
+            async with self.changed:
+                if number + 1 < len(requests):
+                    gap = requests[number + 1].time_s - requests[number].time_s
+                    if self.plan.think_scale:
+                        next_due = max(self._now(), sent + gap * self.plan.think_scale)
+                    else:
+                        next_due = due + gap
+                    heapq.heappush(self.due, (next_due, index, number + 1))
+                else:
+                    self.sessions_open -= 1
+                self.changed.notify_all()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self.began
+
+    async def _ask(self, request: Request, number: int) -> Turn:
+        maker = self.plan.maker
+        prompt = maker.prompt(request, number)
+        blocks = request.blocks()
+        known = next((i for i, block in enumerate(blocks) if block not in self.seen), len(blocks))
+        self.seen.update(blocks)
+        turn = Turn(request.session, number, request.thread, len(prompt), known * maker.scaled_tokens)
+        self.turns.append(turn)
+        wanted = self.plan.output_tokens
+        wanted = wanted or max(1, request.output_tokens * maker.scaled_tokens // maker.block_tokens)
+        wanted = min(wanted, self.plan.context_tokens - len(prompt))
+        alone = self.plan.concurrency == 1
+        before = await _read_counters(self.http, self.plan.url) if alone else {}
+        try:
+            await stream_answer(self.http, self.plan.url, self.plan.model, prompt, wanted, turn)
+        except (ServerError, TimeoutError, ValueError, _aiohttp().ClientError) as error:
+            turn.error = f"{type(error).__name__}: {error}"
+        if alone:
+            after = await _read_counters(self.http, self.plan.url)
+            turn.counters = {key: value - before.get(key, 0.0) for key, value in after.items()} or None
+        turn.turn_class = classify(turn)
+        return turn
+
+
+def classify(turn: Turn) -> str:
+    """The class of a turn (see `saria replay --help`); "" when the server does not tell enough, or it failed."""
+    if turn.error:
+        return "failed"
+    if turn.turn == 0:
+        return "first"
+    counters = turn.counters or {}
+    dram, ssd = (counters.get(f'hit_tokens{{tier="{tier}"}}', 0.0) for tier in ("dram", "ssd"))
+    cached = dram + ssd if turn.cached_tokens is None else turn.cached_tokens
+    if turn.cached_tokens is None and not counters:
+        return "later"
+    if cached < turn.known_tokens / 2:
+        return "miss"
+    if dram and ssd:
+        return "mixed"
+    return "dram" if dram else "ssd" if ssd else "hbm" if cached else "miss"
+
+
+async def stream_answer(http: Any, url: str, model: str, prompt: list[int], output_tokens: int, turn: Turn) -> None:
+    """Ask for one greedy answer of exactly `output_tokens` tokens and fill in the turn.
+
+    Raises:
+        ServerError: an error answer, an error inside the stream, or an answer without tokens.
+    """
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began = time.perf_counter()
+    async with http.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise ServerError(f"HTTP {response.status}: {(await response.text())[:500]}")
+        async for raw in response.content:
+            line = raw.decode().strip()
+            if not line.startswith("data:") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[5:])
+            if "error" in event:
+                raise ServerError(f"in the stream: {event['error']}")
+            if event.get("choices"):
+                if not turn.ttft_s:
+                    turn.ttft_s = time.perf_counter() - began
+                reason = event["choices"][0].get("finish_reason")
+                if reason not in (None, "length", "stop"):
+                    raise ServerError(f"the answer ended with {reason!r}")
+            usage = event.get("usage")
+            if usage:
+                turn.output_tokens = usage.get("completion_tokens") or 0
+                details = usage.get("prompt_tokens_details") or {}
+                turn.cached_tokens = details.get("cached_tokens")
+    turn.total_s = time.perf_counter() - began
+    if not turn.ttft_s:
+        raise ServerError("the answer has no tokens")
+
+
+async def _read_counters(http: Any, url: str) -> Counters:
+    aiohttp = _aiohttp()
+    try:
+        async with http.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=_CONNECT_S)) as response:
+            return parse_counters(await response.text()) if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError):
+        return {}
+
+
+class _progress:
+    """A progress bar on standard error; gives a function to call after each turn."""
+
+    def __init__(self, plan: ReplayPlan) -> None:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        except ImportError:
+            raise UsageError("rich is not installed: pip install 'saria-vllm[replay]'") from None
+        self.total = sum(len(session.requests) for session in plan.sessions)
+        self.bar = Progress(
+            TextColumn("replay"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=Console(stderr=True),
+        )
+
+    def __enter__(self) -> Any:
+        self.bar.start()
+        task = self.bar.add_task("", total=self.total)
+
+        def advance(turn: Turn) -> None:
+            text = "failed" if turn.error else f"{turn.turn_class} {turn.ttft_s * 1000:.0f} ms"
+            self.bar.update(task, advance=1, description=text)
+
+        return advance
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()

@@ -1,0 +1,110 @@
+"""SSD engines move bytes between files and memory, asynchronously. One engine belongs to one thread."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+from typing import Protocol
+
+from saria_vllm.config import SsdEngineName
+from saria_vllm.errors import ConfigError
+
+_PROBE_BYTES = 4096
+
+
+class SsdEngine(Protocol):
+    """Up to `depth` transfers in flight between files and memory that the caller keeps valid until they are reaped.
+
+    Every submitted transfer is returned by `reap` exactly once, in any order, as (tag, bytes moved) or (tag, -errno).
+    Short transfers are continued inside, so fewer bytes than asked mean that a read met the end of the file.
+    `close` waits for what is in flight and drops what was not reaped.
+    """
+
+    name: str
+    depth: int
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers submitted and not yet returned by `reap`."""
+
+    def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
+        """Start reading `nbytes` > 0 at byte `offset` of the file into memory at `addr`; `tag` is unsigned 64-bit.
+
+        Raises:
+            RuntimeError: `depth` transfers are in flight already.
+            ValueError: `fd` or `offset` is negative, or `nbytes` is not above zero.
+            OSError: the engine is closed or the kernel refuses.
+        """
+
+    def submit_write(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
+        """Start writing, as `submit_read`."""
+
+    def reap(self, timeout_s: float) -> list[tuple[int, int]]:
+        """What has ended; waits up to `timeout_s` >= 0 seconds for the first. May return early with nothing.
+
+        Raises:
+            ValueError: `timeout_s` is negative.
+            OSError: the engine is closed or the kernel refuses.
+        """
+
+    def close(self) -> None:
+        """Wait for what is in flight and stop. May be called twice."""
+
+
+def open_engine(name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
+    """An engine, and one line that says which and why. "auto" takes io_uring where a probe read through it works.
+
+    Raises:
+        ConfigError: io_uring was asked for by name and does not work here.
+    """
+    from saria_vllm.engine.io_uring import UringEngine
+    from saria_vllm.engine.posix import PosixEngine
+
+    if name == "posix":
+        return PosixEngine(depth), "ssd engine posix: configured"
+    try:
+        engine = UringEngine(depth)
+    except OSError as error:
+        reason = f"io_uring is not available: {_describe(error)}"
+    else:
+        reason = _probe(engine)
+        if not reason:
+            return engine, f"ssd engine io_uring: {'configured' if name == 'io_uring' else 'its probe read worked'}"
+        engine.close()
+    if name == "io_uring":
+        raise ConfigError(f'ssd_engine: "io_uring": {reason}; accepted here: "auto", "posix"')
+    return PosixEngine(depth), f"ssd engine posix: {reason}"
+
+
+def _probe(engine: SsdEngine) -> str:
+    """Read a block of a temporary file through `engine`; empty when it came back right, or what went wrong."""
+    block = os.urandom(_PROBE_BYTES)
+    memory = mmap.mmap(-1, _PROBE_BYTES)
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(block)
+            file.flush()
+            addr = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            engine.submit_read(file.fileno(), addr, _PROBE_BYTES, 0, 0)
+            done: list[tuple[int, int]] = []
+            while engine.in_flight:
+                done += engine.reap(1.0)
+    except OSError as error:
+        return f"io_uring probe failed: {_describe(error)}"
+    moved = done[0][1]
+    if moved < 0:
+        return f"io_uring probe failed: {_describe(OSError(-moved, os.strerror(-moved)))}"
+    return "" if memory[:] == block else "io_uring probe read wrong bytes"
+
+
+def _describe(error: OSError) -> str:
+    return f"{os.strerror(error.errno or 0)} ({errno.errorcode.get(error.errno or 0, error.errno)})"
+
+
+def check_transfer(fd: int, nbytes: int, offset: int) -> None:
+    """The ValueErrors of `SsdEngine.submit_read`."""
+    if fd < 0 or nbytes <= 0 or offset < 0:
+        raise ValueError(f"cannot transfer {nbytes} bytes at offset {offset} of descriptor {fd}")

@@ -1,0 +1,210 @@
+"""One thread that reads and writes SSD records. Reads come first; writes and retirements keep their order."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from saria_vllm import _native
+from saria_vllm.engine.jobs import Ends, LoadState, pin_this_thread
+from saria_vllm.engine.pool import DramPool
+from saria_vllm.engine.ssd_engine import SsdEngine
+from saria_vllm.errors import SariaError
+from saria_vllm.storage.segments import SegmentStore
+from saria_vllm.types import GroupShape, JobResult, PersistJob
+
+REAP_S = 0.002
+"""How long a thread with I/O in flight waits before it looks for new work."""
+
+STAGING_BYTES = 32 << 20
+"""Staging memory of one thread, at least two records."""
+
+DEPTH_MAX = 32
+
+
+class Read(NamedTuple):
+    state: LoadState
+    position: int
+
+
+class Write(NamedTuple):
+    job: PersistJob
+
+
+class Retire(NamedTuple):
+    drive: int
+    segment: int
+
+
+class _InFlight(NamedTuple):
+    op: Read | Write
+    buffer: int
+    """Staging buffer number of a read, -1 for a write."""
+    checksum: int
+    """Of a read: what it must be. Of a write: what the slot's bytes have."""
+
+
+def depth_for(record_bytes: int) -> int:
+    """Records in flight on one thread."""
+    return max(2, min(DEPTH_MAX, STAGING_BYTES // record_bytes))
+
+
+class SsdThread:
+    """Owns one engine and its staging buffers. `submit` may be called from any thread."""
+
+    def __init__(
+        self,
+        name: str,
+        store: SegmentStore,
+        engine: SsdEngine,
+        pool: DramPool,
+        maps: Mapping[int, _native.PageMap],
+        shapes: Mapping[int, GroupShape],
+        ends: Ends,
+        cpus: set[int],
+    ) -> None:
+        self._store, self._engine, self._pool, self._maps, self._shapes = store, engine, pool, maps, shapes
+        self._ends, self._cpus = ends, cpus
+        self._record_bytes = max(shape.record_bytes for shape in shapes.values())
+        self._staging = mmap.mmap(-1, self._record_bytes * engine.depth)
+        self._staging_address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging))
+        self._buffers = list(range(engine.depth))
+        self._in_flight: dict[int, _InFlight] = {}
+        self._next_tag = 0
+        self._reads: deque[Read] = deque()
+        self._writes: deque[Write | Retire] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, *ops: Read | Write | Retire) -> None:
+        with self._wake:
+            for op in ops:
+                if isinstance(op, Read):
+                    self._reads.append(op)
+                else:
+                    self._writes.append(op)
+            self._wake.notify()
+
+    def close(self, timeout_s: float) -> None:
+        """Stop: what is in flight ends, what is queued fails. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        pin_this_thread(self._cpus)
+        while True:
+            with self._wake:
+                while not (self._reads or self._writes or self._in_flight or self._closing):
+                    self._wake.wait()
+                if self._closing:
+                    break
+            self._fill()
+            self._reap(REAP_S)
+        for op in (*self._reads, *self._writes):
+            self._fail(op, "other")
+        while self._in_flight:
+            self._reap(1.0)
+        self._engine.close()
+
+    def _fill(self) -> None:
+        while len(self._in_flight) < self._engine.depth:
+            op: Read | Write | Retire
+            if self._reads and self._buffers:
+                op = self._reads.popleft()
+            elif self._writes:
+                op = self._writes.popleft()
+            else:
+                return
+            self._guard(op, self._start, op)
+
+    def _guard(self, op: Read | Write | Retire, step: Callable[..., None], *args: object) -> None:
+        """Whatever goes wrong fails this operation, never the thread."""
+        try:
+            step(*args)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            default = "read_failed" if isinstance(op, Read) else "write_failed"
+            self._fail(op, "disk_full" if full else default, error)
+        except SariaError as error:
+            self._fail(op, "not_found", error)
+        except Exception as error:
+            self._ends.count("internal_errors", 1)
+            self._fail(op, "other", error)
+
+    def _start(self, op: Read | Write | Retire) -> None:
+        match op:
+            case Read(state, position):
+                item = state.job.items[position]
+                assert item.extent is not None
+                fd, offset, checksum = self._store.read_target(item.group, item.extent)
+                buffer = self._buffers.pop()
+                address = self._staging_address + buffer * self._record_bytes
+                tag = self._track(_InFlight(op, buffer, checksum))
+                self._engine.submit_read(fd, address, self._shapes[item.group].record_bytes, offset, tag)
+            case Write(job):
+                nbytes = self._shapes[job.group].record_bytes
+                address = self._pool.address(job.slot, nbytes)
+                fd, offset = self._store.write_target(job.group, job.extent)
+                checksum = _native.checksum(address, nbytes, self._store.seed(job.extent, job.key))
+                tag = self._track(_InFlight(op, -1, checksum))
+                self._engine.submit_write(fd, address, nbytes, offset, tag)
+            case Retire(drive, segment):
+                self._store.retire(drive, segment)
+
+    def _track(self, flight: _InFlight) -> int:
+        self._next_tag += 1
+        self._in_flight[self._next_tag] = flight
+        return self._next_tag
+
+    def _reap(self, timeout_s: float) -> None:
+        for tag, result in self._engine.reap(timeout_s):
+            flight = self._in_flight.pop(tag)
+            self._guard(flight.op, self._end, flight, result)
+            if flight.buffer >= 0:
+                self._buffers.append(flight.buffer)
+
+    def _end(self, flight: _InFlight, result: int) -> None:
+        if result < 0:
+            raise OSError(-result, "SSD I/O failed")
+        match flight.op:
+            case Read(state, position):
+                item = state.job.items[position]
+                assert item.extent is not None
+                nbytes = self._shapes[item.group].record_bytes
+                if result != nbytes:
+                    raise OSError(errno.EIO, f"short read: {result} of {nbytes} bytes")
+                address = self._staging_address + flight.buffer * self._record_bytes
+                seed = self._store.seed(item.extent, item.key)
+                found = self._maps[item.group].scatter_verify(address, nbytes, seed, item.blocks)
+                if found != flight.checksum:
+                    self._store.forget(item.extent)
+                    self._fail(flight.op, "checksum")
+                    return
+                self._ends.count("load_bytes", nbytes, "ssd")
+                self._ends.items(state, 1)
+            case Write(job):
+                nbytes = self._shapes[job.group].record_bytes
+                if result != nbytes:
+                    raise OSError(errno.EIO, f"short write: {result} of {nbytes} bytes")
+                self._store.commit(job.group, job.extent, job.key, job.parent, flight.checksum)
+                self._ends.count("ssd_written_bytes", nbytes)
+                self._ends.job(JobResult(job.job_id))
+
+    def _fail(self, op: Read | Write | Retire, reason: str, error: Exception | None = None) -> None:
+        what = f"{type(op).__name__.lower()} on SSD failed ({reason})" + (f": {error}" if error else "")
+        self._ends.say_once(f"ssd {type(op).__name__} {reason}", what + "; such failures are counted from now on")
+        match op:
+            case Read(state, position):
+                self._ends.items(state, 1, (position,), reason)
+            case Write(job):
+                self._store.abandon(job.group, job.extent)
+                self._ends.job(JobResult(job.job_id, (0,), reason))

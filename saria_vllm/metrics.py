@@ -1,0 +1,48 @@
+"""Every counter by name: the one table that code, /metrics and docs use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+    """Values of the label; others are counted under the last one."""
+
+
+TIERS = ("dram", "ssd")
+ERROR_REASONS = ("read_failed", "checksum", "not_found", "write_failed", "disk_full", "stale", "other")
+DROP_REASONS = ("no_slot", "hold_limit", "persist_queue_full", "ssd_full", "ssd_off", "not_admitted", "retired")
+
+COUNTERS: dict[str, Metric] = {
+    "hit_tokens": Metric("Prompt tokens loaded into HBM from a tier", "tier", TIERS),
+    "load_bytes": Metric("Bytes copied into HBM from a tier, over all ranks", "tier", TIERS),
+    "loads": Metric("Request reloads that ended", "result", ("loaded", "failed")),
+    "load_waits": Metric("Times a request was told to wait for another's load of the same chunk"),
+    "stored_chunks": Metric("Chunks copied from HBM into DRAM"),
+    "store_bytes": Metric("Bytes copied from HBM into DRAM, over all ranks"),
+    "evicted_chunks": Metric("Chunks that left DRAM", "outcome", ("persisted", "already_on_ssd", "dropped")),
+    "admission": Metric(
+        "Admission decisions", "reason", ("every_chunk", "never", "not_yet", "eviction_count", "reuse_count", "other")
+    ),
+    "persisted_chunks": Metric("Chunks written to SSD"),
+    "ssd_written_bytes": Metric("Bytes written to SSD, over all ranks"),
+    "retired_chunks": Metric("Chunks that left SSD with their segment"),
+    "recovered_chunks": Metric("Chunks found on SSD when the engine started"),
+    "dropped_chunks": Metric("Chunks not kept", "reason", DROP_REASONS),
+    "errors": Metric("Failed reads and writes of chunks", "reason", ERROR_REASONS),
+    "internal_errors": Metric("Faults of ours that were turned into cache misses"),
+}
+
+Counts = dict[str, int]
+"""Counter increments by "name" or "name:label value"."""
+
+
+def count(counts: Counts, name: str, value: int, label: str = "") -> None:
+    """Add to a counter of `COUNTERS`; an unknown label value counts as the last known one."""
+    metric = COUNTERS[name]
+    if metric.label:
+        name = f"{name}:{label if label in metric.values else metric.values[-1]}"
+    counts[name] = counts.get(name, 0) + value

@@ -1,0 +1,168 @@
+"""Which SSD records are used: segments filled in order, retired whole, the oldest first."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from saria_vllm.types import Extent
+
+DRIVE_PAUSE_S = 10.0
+"""How long a drive that failed a write gets no writes."""
+
+
+class Segment:
+    """One segment as the scheduler sees it: who lives there and who is using it."""
+
+    __slots__ = ("busy", "drive", "group", "id", "orphan", "rows", "used")
+
+    def __init__(self, drive: int, segment_id: int, group: int, records: int) -> None:
+        self.drive, self.id, self.group = drive, segment_id, group
+        self.rows = array("i", [-1] * records)
+        """Index row of each record, -1 where none is readable."""
+        self.used = 0
+        """Records handed out."""
+        self.busy = 0
+        """Writes and reads in flight; a busy segment is never retired."""
+        self.orphan = False
+        """From before a reset: retired when its last job ends."""
+
+
+class ExtentAllocator:
+    """Hands out records under a hard cap of segments per drive.
+
+    Args:
+        drives: number of drives.
+        segments_max: cap of segments on each drive, over all groups.
+        records_per_segment: by group.
+    """
+
+    def __init__(self, drives: int, segments_max: int, records_per_segment: list[int], next_segment: int = 0) -> None:
+        self._segments_max = segments_max
+        self._records = records_per_segment
+        self._by_drive: list[dict[int, Segment]] = [{} for _ in range(drives)]
+        """Segments of each drive, oldest first."""
+        self._open: dict[tuple[int, int], Segment] = {}
+        self._paused_until = [0.0] * drives
+        self._next_segment = next_segment
+        self._turn = 0
+        self.retired: list[tuple[int, int]] = []
+        """(drive, segment) whose files must go; drained by the scheduler before newer writes are sent."""
+
+    def segment(self, extent: Extent) -> Segment:
+        """The segment of an extent that is in use."""
+        return self._by_drive[extent.drive][extent.segment]
+
+    def segments(self) -> int:
+        return sum(map(len, self._by_drive))
+
+    def take(self, group: int, now: float) -> tuple[Extent | None, array[int]]:
+        """A record to write, and the rows that lost their SSD copy to make room. None when no drive can take it."""
+        lost = array("i")
+        if not self._records[group]:
+            return None, lost
+        for _ in self._by_drive:
+            drive = self._turn = (self._turn + 1) % len(self._by_drive)
+            if now < self._paused_until[drive]:
+                continue
+            segment = self._open.get((drive, group)) or self._new_segment(drive, group, lost)
+            if segment is None:
+                continue
+            extent = Extent(drive, segment.id, segment.used)
+            segment.used += 1
+            segment.busy += 1
+            if segment.used == len(segment.rows):
+                del self._open[drive, group]
+            return extent, lost
+        return None, lost
+
+    def _new_segment(self, drive: int, group: int, lost: array[int]) -> Segment | None:
+        segments = self._by_drive[drive]
+        while len(segments) >= self._segments_max:
+            idle = [segment for segment in segments.values() if not segment.busy]
+            if not idle:
+                return None
+            full = (segment for segment in idle if self._open.get((drive, segment.group)) is not segment)
+            oldest = next(full, idle[0])
+            lost.extend(row for row in oldest.rows if row >= 0)
+            self._retire(oldest)
+        segment = Segment(drive, self._next_segment, group, self._records[group])
+        self._next_segment += 1
+        segments[segment.id] = self._open[drive, group] = segment
+        return segment
+
+    def _retire(self, segment: Segment) -> None:
+        del self._by_drive[segment.drive][segment.id]
+        if self._open.get((segment.drive, segment.group)) is segment:
+            del self._open[segment.drive, segment.group]
+        self.retired.append((segment.drive, segment.id))
+
+    def release(self, extent: Extent) -> None:
+        """End one write or read of a record."""
+        segment = self.segment(extent)
+        assert segment.busy > 0
+        segment.busy -= 1
+        if segment.orphan and not segment.busy:
+            self._retire(segment)
+
+    def pause(self, drive: int, now: float) -> None:
+        """Send a drive that failed a write nothing for `DRIVE_PAUSE_S`."""
+        self._paused_until[drive] = now + DRIVE_PAUSE_S
+
+    def adopt(self, extent: Extent, group: int, row: int) -> bool:
+        """Take over a record found on SSD. False when it does not fit this configuration."""
+        if not 0 <= extent.drive < len(self._by_drive) or not 0 <= extent.record < self._records[group]:
+            return False
+        segments = self._by_drive[extent.drive]
+        segment = segments.get(extent.segment)
+        if segment is None:
+            segment = segments[extent.segment] = Segment(extent.drive, extent.segment, group, self._records[group])
+            segment.used = self._records[group]
+        if segment.group != group or segment.rows[extent.record] != -1:
+            return False
+        segment.rows[extent.record] = row
+        self._next_segment = max(self._next_segment, extent.segment + 1)
+        return True
+
+    def sort_adopted(self, next_segment: int) -> None:
+        """After `adopt`: oldest first again, and no id is given out twice."""
+        self._by_drive = [dict(sorted(segments.items())) for segments in self._by_drive]
+        self._next_segment = max(self._next_segment, next_segment)
+
+    def drop_all(self, still_busy: Iterable[Extent]) -> ExtentAllocator:
+        """A new allocator after a cache reset: every segment retired, now or when its last job ends."""
+        fresh = ExtentAllocator(len(self._by_drive), self._segments_max, self._records, self._next_segment)
+        fresh._paused_until = self._paused_until
+        busy = {(extent.drive, extent.segment) for extent in still_busy}
+        for segments in self._by_drive:
+            for segment in segments.values():
+                if (segment.drive, segment.id) in busy:
+                    segment.rows = array("i", [-1] * len(segment.rows))
+                    segment.used = len(segment.rows)
+                    segment.orphan = True
+                    fresh._by_drive[segment.drive][segment.id] = segment
+                else:
+                    self.retired.append((segment.drive, segment.id))
+        fresh.retired = self.retired
+        return fresh
+
+
+SEGMENT_BYTES_MAX = 1 << 30
+SEGMENTS_WANTED = 32
+"""Segments per drive and rank to aim for: retiring one gives up this share of the tier."""
+
+SEGMENT_OVERHEAD_BYTES = 64 << 10
+"""Room that a segment needs beside one record, at least."""
+
+
+def choose_segments(budget_bytes: int, record_bytes: Iterable[int]) -> tuple[int, int]:
+    """(bytes of a segment, segments at most) for one rank and drive; (0, 0) when the budget is too small.
+
+    Every group needs an open segment and a full one, and a segment at least one record.
+    """
+    sizes = list(record_bytes)
+    smallest = max(sizes) + SEGMENT_OVERHEAD_BYTES
+    wanted = max(SEGMENTS_WANTED, 2 * len(sizes))
+    segment_bytes = max(smallest, min(SEGMENT_BYTES_MAX, budget_bytes // wanted))
+    segments = budget_bytes // segment_bytes
+    return (segment_bytes, segments) if segments >= 2 * len(sizes) else (0, 0)

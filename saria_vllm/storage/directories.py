@@ -1,0 +1,146 @@
+"""Directories and small files of ours, opened step by step so that no symlink is ever followed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from saria_vllm.errors import StorageError
+
+TOP_NAME = "saria"
+LEASE_NAME = "lease"
+GENERATION_NAME = "generation"
+PARTS_NAME = "namespace.json"
+NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
+ENGINE_NAME = re.compile(r"e(?:0|[1-9][0-9]{0,5})")
+RANK_NAME = re.compile(r"r(?:0|[1-9][0-9]{0,5})")
+SMALL_FILE_BYTES_MAX = 65536
+
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextmanager
+def open_path(path: str, names: tuple[str, ...] = (), create: bool = False) -> Iterator[int]:
+    """Descriptor of `path`/`names`..., where only `path` itself may lead over symlinks.
+
+    Raises:
+        StorageError: one of `names` is a symlink, no directory, or another user's.
+        OSError: missing (ENOENT) and not to be created, or as from mkdir(2) and open(2).
+    """
+    if create:
+        os.makedirs(path, exist_ok=True)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names:
+            child = open_directory(fd, name, create)
+            os.close(fd)
+            fd = child
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_directory(parent_fd: int, name: str, create: bool = False) -> int:
+    """Descriptor of a sub-directory, made 0700.
+
+    Raises:
+        StorageError: a symlink, no directory, or another user's.
+        OSError: as from mkdir(2) and open(2).
+    """
+    if create:
+        try:
+            os.mkdir(name, 0o700, dir_fd=parent_fd)
+        except FileExistsError:
+            pass
+    try:
+        fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise StorageError(f"{name}: a symlink or no directory; symlinks are not followed") from None
+        raise
+    status = os.fstat(fd)
+    if os.geteuid() not in (0, status.st_uid):
+        os.close(fd)
+        raise StorageError(f"{name}: belongs to user {status.st_uid}")
+    if create and stat.S_IMODE(status.st_mode) & 0o077:
+        os.fchmod(fd, 0o700)
+    return fd
+
+
+def names_in(directory_fd: int, pattern: re.Pattern[str]) -> list[str]:
+    """Names in a directory that match, sorted."""
+    return sorted(name for name in os.listdir(directory_fd) if pattern.fullmatch(name))
+
+
+def try_lease(engine_fd: int) -> int | None:
+    """Descriptor that holds the lease of an engine directory, None while another holds it or removes it.
+
+    The lease ends when the descriptor, and every copy that a fork made of it, is closed.
+
+    Raises:
+        OSError: as from open(2) or flock(2); ELOOP for a symlink.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(LEASE_NAME, flags, 0o600, dir_fd=engine_fd)
+    except FileNotFoundError:
+        return None  # the directory itself went
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        current = os.stat(LEASE_NAME, dir_fd=engine_fd, follow_symlinks=False)
+        if os.path.samestat(current, os.fstat(fd)):
+            os.utime(fd)
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass  # another's, or it was unlinked under us with its directory
+    except OSError:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+def write_durably(directory_fd: int, name: str, text: str) -> None:
+    """Replace a small file: whole or not at all, on disk before this returns.
+
+    Raises:
+        OSError: ENOSPC, EIO and the like; the old file is still there.
+    """
+    temporary = f"{name}.new"
+    try:
+        os.unlink(temporary, dir_fd=directory_fd)
+    except FileNotFoundError:
+        pass
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(temporary, flags, 0o600, dir_fd=directory_fd)
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(fd)
+    os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+    os.fsync(directory_fd)
+
+
+def read_small(directory_fd: int, name: str) -> bytes | None:
+    """A small regular file, None when it is missing. Anything else with that name reads as empty.
+
+    Raises:
+        OSError: as from open(2) or read(2).
+    """
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            return b""
+        raise
+    try:
+        return os.read(fd, SMALL_FILE_BYTES_MAX) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)

@@ -1,0 +1,189 @@
+"""One drive: how segment files are opened, allocated and kept out of the page cache."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections import deque
+
+from saria_vllm.errors import StorageError
+from saria_vllm.types import RECORD_ALIGN_BYTES
+
+PROBE_NAME = "probe"
+
+STALE_FDS_MAX = 64
+"""Numbers of closed files that `Graveyard` keeps back."""
+
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_NO_ALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_BASE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Drive:
+    """A directory on one SSD, probed with a real aligned write and read when it is made.
+
+    `direct` says whether files bypass the page cache (O_DIRECT); where the filesystem refuses that, files are buffered
+    and `note` says so, in one line for the log.
+
+    Raises:
+        OSError: the directory is missing, full, read-only or the device fails.
+        StorageError: what was written did not come back.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.direct = True
+        self.note = ""
+        try:
+            self._probe()
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            self._go_buffered(error)
+            self._probe()
+
+    def open_segment_file(self, path: str, create: bool = False, size: int = 0, writable: bool = False) -> int:
+        """Open a file of this drive and return its descriptor: read-only, or for reading and writing with `create`
+        or `writable`. `create` makes it new, 0600, with `size` bytes allocated, or not at all.
+
+        Raises:
+            OSError: as from open(2) or fallocate(2); ENOSPC when the drive is full, EEXIST when it was there.
+        """
+        flags = os.O_RDWR if create or writable else os.O_RDONLY
+        if create:
+            flags |= os.O_CREAT | os.O_EXCL
+        fd = self._open(path, flags)
+        if create and size:
+            try:
+                allocate(fd, size)
+            except OSError:
+                os.close(fd)
+                os.unlink(path)
+                raise
+        return fd
+
+    def drop_cache(self, fd: int) -> None:
+        """Let the page cache forget a buffered file; nothing to do where `direct`."""
+        if not self.direct:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _open(self, path: str, flags: int) -> int:
+        if self.direct:
+            try:
+                return os.open(path, flags | _BASE_FLAGS | os.O_DIRECT, 0o600)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+                if flags & os.O_CREAT and os.path.lexists(path):
+                    os.unlink(path)  # Linux makes the file before it refuses O_DIRECT
+                self._go_buffered(error)
+        return os.open(path, flags | _BASE_FLAGS, 0o600)
+
+    def _go_buffered(self, error: OSError) -> None:
+        self.direct = False
+        self.note = f"{self.directory}: no O_DIRECT here ({error.strerror}); using buffered I/O"
+
+    def _probe(self) -> None:
+        path = os.path.join(self.directory, PROBE_NAME)
+        if os.path.lexists(path):
+            os.unlink(path)
+        fd = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            pattern = os.urandom(RECORD_ALIGN_BYTES)
+            write_aligned(fd, pattern, 0)
+            if read_aligned(fd, RECORD_ALIGN_BYTES, 0) != pattern:
+                raise StorageError(f"{self.directory}: a probe read back other bytes than were written")
+        finally:
+            os.close(fd)
+            os.unlink(path)
+
+
+class Graveyard:
+    """Closes files that somebody may still be about to use.
+
+    The file is closed at once, but its number points at /dev/null until `STALE_FDS_MAX` more were buried: a late
+    reader gets no bytes and a late writer loses his, instead of meeting whatever file got that number next.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._null_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self._stale_fds: deque[int] = deque()
+
+    def bury(self, fd: int) -> None:
+        """Close a file; -1 is a no-op."""
+        if fd < 0:
+            return
+        os.dup2(self._null_fd, fd, inheritable=False)
+        with self._lock:
+            self._stale_fds.append(fd)
+            oldest = self._stale_fds.popleft() if len(self._stale_fds) > STALE_FDS_MAX else -1
+        if oldest >= 0:
+            os.close(oldest)
+
+    def close(self) -> None:
+        """Give all numbers back. Nothing may be buried after."""
+        for fd in (*self._stale_fds, self._null_fd):
+            os.close(fd)
+        self._stale_fds.clear()
+
+
+def allocate(fd: int, size: int) -> None:
+    """Give a new file its full size, with blocks where the filesystem can.
+
+    Raises:
+        OSError: ENOSPC and the like.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in _NO_ALLOCATE:
+            raise
+        os.ftruncate(fd, size)
+
+
+def write_aligned(fd: int, data: bytes, offset: int) -> None:
+    """Write whole 4 KiB units through a page-aligned buffer, as O_DIRECT demands.
+
+    Raises:
+        OSError: as from pwrite(2); EIO when fewer bytes were written than asked for.
+    """
+    with mmap.mmap(-1, len(data)) as buffer:
+        buffer[:] = data
+        write_whole(fd, buffer, offset)
+
+
+def read_aligned(fd: int, nbytes: int, offset: int) -> bytes:
+    """Read whole 4 KiB units through a page-aligned buffer; fewer bytes at the end of the file.
+
+    Raises:
+        OSError: as from preadv(2).
+    """
+    with mmap.mmap(-1, nbytes) as buffer:
+        return buffer[: os.preadv(fd, [buffer], offset)]
+
+
+def write_whole(fd: int, data: bytes | mmap.mmap, offset: int) -> None:
+    """One pwrite of all of `data`.
+
+    Raises:
+        OSError: as from pwrite(2); EIO when fewer bytes were written than asked for.
+    """
+    written = os.pwrite(fd, data, offset)
+    if written != len(data):
+        raise OSError(errno.EIO, f"wrote {written} of {len(data)} bytes")
+
+
+def sync_directory(path: str) -> None:
+    """Make names made in a directory durable.
+
+    Raises:
+        OSError: as from open(2) or fsync(2).
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,178 @@
+"""Making room: what other namespaces and unleased engines left under our paths, removed when over the capacity."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from saria_vllm.errors import StorageError
+from saria_vllm.storage.directories import (
+    ENGINE_NAME,
+    GENERATION_NAME,
+    LEASE_NAME,
+    NAMESPACE_NAME,
+    PARTS_NAME,
+    RANK_NAME,
+    TOP_NAME,
+    names_in,
+    open_directory,
+    open_path,
+    try_lease,
+)
+from saria_vllm.storage.drives import PROBE_NAME
+from saria_vllm.storage.namespace import EngineDirectory
+from saria_vllm.storage.recovery import segment_of_name
+
+_BLOCK_BYTES = 512
+
+
+class _Other(NamedTuple):
+    """An engine directory that is not ours."""
+
+    modified: float
+    """Seconds since the epoch of the last change to a file in it."""
+    nbytes: int
+    path: str
+    """The ssd path."""
+    names: tuple[str, ...]
+
+
+def reclaim_others(
+    ssd_paths: Sequence[str], keep: EngineDirectory, capacity_bytes: int
+) -> tuple[int, list[str]]:
+    """Remove engine directories that nobody leases, least recently modified first, while all that lies under the
+    paths' `saria` directories exceeds `capacity_bytes`. Never touches `keep`, names that are not ours, or symlinks.
+
+    Returns the bytes that are left for `keep` (its own included, at least 0), and the directories removed. A path
+    that cannot be read counts as empty, and a directory that cannot be removed stays.
+    """
+    own = set(keep.directories)
+    others, total = [], 0
+    for path in ssd_paths:
+        nbytes, found = _survey(path)
+        total += nbytes
+        others += [other for other in found if os.path.join(path, *other.names) not in own]
+    own_bytes = sum(_survey_one(path, keep.names)[1] for path in ssd_paths)
+    removed = []
+    for other in sorted(others):
+        if total <= capacity_bytes:
+            break
+        if _remove(other):
+            removed.append(os.path.join(other.path, *other.names))
+            total -= other.nbytes
+    return max(0, capacity_bytes - (total - own_bytes)), removed
+
+
+def _survey(path: str) -> tuple[int, list[_Other]]:
+    """Bytes under a path's `saria` directory, and the engine directories there."""
+    found: list[_Other] = []
+    try:
+        with open_path(path, (TOP_NAME,)) as top_fd:
+            namespaces = names_in(top_fd, NAMESPACE_NAME)
+            total = _tree(top_fd)[1]
+    except (OSError, StorageError):
+        return 0, []
+    for namespace in namespaces:
+        try:
+            with open_path(path, (TOP_NAME, namespace)) as fd:
+                engines = names_in(fd, ENGINE_NAME)
+        except (OSError, StorageError):
+            continue
+        for engine in engines:
+            names = (TOP_NAME, namespace, engine)
+            modified, nbytes = _survey_one(path, names)
+            found.append(_Other(modified, nbytes, path, names))
+    return total, found
+
+
+def _survey_one(path: str, names: tuple[str, ...]) -> tuple[float, int]:
+    try:
+        with open_path(path, names) as fd:
+            return _tree(fd)
+    except (OSError, StorageError):
+        return 0.0, 0
+
+
+def _tree(directory_fd: int) -> tuple[float, int]:
+    """Latest change of a file (seconds), and bytes on disk, of all below a directory. Symlinks are not followed."""
+    modified, nbytes = 0.0, 0
+    for name in os.listdir(directory_fd):
+        try:
+            status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                child_fd = open_directory(directory_fd, name)
+                try:
+                    child_modified, child_bytes = _tree(child_fd)
+                finally:
+                    os.close(child_fd)
+                modified = max(modified, child_modified)
+                nbytes += child_bytes
+        except (OSError, StorageError):
+            continue  # it went while we looked, or is not ours to read
+        if stat.S_ISREG(status.st_mode):
+            modified = max(modified, status.st_mtime)
+        nbytes += status.st_blocks * _BLOCK_BYTES
+    return modified, nbytes
+
+
+def _remove(other: _Other) -> bool:
+    """Take the lease of an engine directory and remove it; False when it is leased or cannot be removed."""
+    *parents, engine = other.names
+    try:
+        with open_path(other.path, tuple(parents)) as namespace_fd:
+            gone = _remove_engine(namespace_fd, engine)
+            if not names_in(namespace_fd, ENGINE_NAME):
+                _unlink(namespace_fd, PARTS_NAME)
+                with open_path(other.path, (TOP_NAME,)) as top_fd:
+                    _rmdir(top_fd, parents[-1])
+            return gone
+    except (OSError, StorageError):
+        return False
+
+
+def _remove_engine(namespace_fd: int, engine: str) -> bool:
+    engine_fd = open_directory(namespace_fd, engine)
+    try:
+        lease = try_lease(engine_fd)
+        if lease is None:
+            return False
+        try:
+            for rank in names_in(engine_fd, RANK_NAME):
+                _remove_rank(engine_fd, rank)
+            _unlink(engine_fd, GENERATION_NAME)
+            _unlink(engine_fd, f"{GENERATION_NAME}.new")
+            _unlink(engine_fd, LEASE_NAME)
+        finally:
+            os.close(lease)
+        return _rmdir(namespace_fd, engine)
+    finally:
+        os.close(engine_fd)
+
+
+def _remove_rank(engine_fd: int, rank: str) -> None:
+    rank_fd = open_directory(engine_fd, rank)
+    try:
+        for name in os.listdir(rank_fd):
+            if name == PROBE_NAME or segment_of_name(name) is not None:
+                _unlink(rank_fd, name)
+    finally:
+        os.close(rank_fd)
+    _rmdir(engine_fd, rank)
+
+
+def _unlink(directory_fd: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=directory_fd)
+    except FileNotFoundError:
+        pass
+
+
+def _rmdir(parent_fd: int, name: str) -> bool:
+    """Remove a directory; False when something that is not ours keeps it."""
+    try:
+        os.rmdir(name, dir_fd=parent_fd)
+    except OSError:
+        return False
+    return True

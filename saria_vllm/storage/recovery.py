@@ -1,0 +1,223 @@
+"""Reading back one rank directory of one drive: which segments and records are there (docs/format.md, Reopening)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from saria_vllm.errors import FormatError
+from saria_vllm.storage import format as fmt
+from saria_vllm.types import GroupShape
+
+_NAME = re.compile(r"seg-([0-9a-f]{16})\.(data|journal)")
+_BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENOENT)
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def data_name(segment: int) -> str:
+    """File name of a segment's data."""
+    return f"seg-{segment:016x}.data"
+
+
+def journal_name(segment: int) -> str:
+    """File name of a segment's journal."""
+    return f"seg-{segment:016x}.journal"
+
+
+def segment_of_name(name: str) -> tuple[int, str] | None:
+    """Segment id and "data" or "journal" of a file name, None when it is not one of ours."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1], 16), match[2]) if match else None
+
+
+class Expected(NamedTuple):
+    """What a file must say to be one of this store's."""
+
+    store_id: bytes
+    rank: int
+    shapes: Mapping[int, GroupShape]
+    generation: int
+    segment_bytes: int
+
+
+@dataclass(slots=True)
+class ScannedSegment:
+    """A segment file with at least one usable record."""
+
+    header: fmt.Header
+    entries: dict[int, fmt.Entry]
+    """By record number; only of the expected generation, drops applied."""
+    sealed: bool
+    journal_bytes: int
+    """Length of the journal's valid part; 0 when there is none."""
+
+
+@dataclass(slots=True)
+class Scan:
+    """What a rank directory holds."""
+
+    segments: dict[int, ScannedSegment] = field(default_factory=dict)
+    highest_segment: int = -1
+    """Highest segment id of any file with our name, usable or not; -1 when there is none."""
+    highest_sequence: int = 0
+    notes: list[str] = field(default_factory=list)
+    """Files that were dropped, and why."""
+
+
+def scan_directory(directory: str, expected: Expected, segments_max: int) -> Scan:
+    """Find the usable segments of a rank directory, unlinking files with our names that are of no use.
+
+    Raises:
+        OSError: the directory cannot be listed, or we are short of descriptors, memory or rights. A file that
+            cannot be read is dropped.
+    """
+    scan = Scan()
+    data, journals = _list(directory, scan)
+    for segment in sorted(data, reverse=True):
+        if len(scan.segments) == segments_max:
+            _discard(directory, segment, f"more than {segments_max} segments", scan)
+            continue
+        try:
+            found = _read_segment(directory, segment, segment in journals, expected)
+        except FormatError as error:
+            _discard(directory, segment, str(error), scan)
+            continue
+        except OSError as error:
+            if error.errno not in _BAD_FILE:
+                raise
+            _discard(directory, segment, error.strerror or "", scan)
+            continue
+        sequences = (entry.sequence for entry in found.entries.values())
+        scan.highest_sequence = max(scan.highest_sequence, max(sequences))
+        scan.segments[segment] = found
+    for segment in journals - data:
+        _discard(directory, segment, "a journal without data", scan)
+    return scan
+
+
+def discard_segment(directory: str, segment: int) -> None:
+    """Unlink a segment's files, data first.
+
+    Raises:
+        OSError: they are still there.
+    """
+    for name in (data_name(segment), journal_name(segment)):
+        try:
+            os.unlink(os.path.join(directory, name))
+        except FileNotFoundError:
+            pass
+
+
+def read_file(path: str, limit: int) -> bytes:
+    """Up to `limit` bytes of a regular file; symlinks are not followed.
+
+    Raises:
+        OSError: as from open(2) or read(2).
+        FormatError: not a regular file.
+    """
+    fd = os.open(path, _READ_FLAGS)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FormatError("not a regular file")
+        return _pread(fd, limit, 0)
+    finally:
+        os.close(fd)
+
+
+def _list(directory: str, scan: Scan) -> tuple[set[int], set[int]]:
+    data: set[int] = set()
+    journals: set[int] = set()
+    with os.scandir(directory) as listing:
+        for item in listing:
+            parsed = segment_of_name(item.name)
+            if parsed is not None and not item.is_dir(follow_symlinks=False):
+                (data if parsed[1] == "data" else journals).add(parsed[0])
+    scan.highest_segment = max(data | journals, default=-1)
+    return data, journals
+
+
+def _discard(directory: str, segment: int, why: str, scan: Scan) -> None:
+    note = f"{data_name(segment)}: {why}"
+    try:
+        discard_segment(directory, segment)
+    except OSError as error:
+        note += f"; cannot be unlinked: {error.strerror}"
+    scan.notes.append(note)
+
+
+def _read_segment(directory: str, segment: int, has_journal: bool, expected: Expected) -> ScannedSegment:
+    fd = os.open(os.path.join(directory, data_name(segment)), _READ_FLAGS)
+    try:
+        header = _read_header(fd, segment, expected)
+        entries, sealed = _read_index(fd, header)
+    finally:
+        os.close(fd)
+    journal_bytes = 0
+    if has_journal:
+        journal = _read_journal(os.path.join(directory, journal_name(segment)), header)
+        journal_bytes = len(journal) * fmt.ENTRY_BYTES
+        entries += journal
+    live = _apply(entries, expected.generation)
+    if not live:
+        raise FormatError("no usable record")
+    return ScannedSegment(header, live, sealed, journal_bytes)
+
+
+def _read_header(fd: int, segment: int, expected: Expected) -> fmt.Header:
+    header = fmt.parse_header(_pread(fd, fmt.HEADER_BYTES, 0))
+    if (header.store_id, header.rank, header.segment) != (expected.store_id, expected.rank, segment):
+        raise FormatError("header: of another store, rank or segment")
+    shape = expected.shapes.get(header.group)
+    if shape is None or shape.record_bytes != header.record_bytes:
+        raise FormatError(f"header: group {header.group} with records of {header.record_bytes} bytes is not ours")
+    if fmt.segment_cost_bytes(header.record_bytes, header.records_max) > expected.segment_bytes:
+        raise FormatError("header: larger than a segment may be")
+    status = os.fstat(fd)
+    size = fmt.data_file_bytes(header.record_bytes, header.records_max)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        raise FormatError(f"file size {status.st_size}, not {size}")
+    return header
+
+
+def _read_index(fd: int, header: fmt.Header) -> tuple[list[fmt.Entry], bool]:
+    area = _pread(fd, fmt.index_bytes(header.records_max), fmt.index_offset(header))
+    try:
+        return fmt.parse_index(area, header), True
+    except FormatError:
+        return [], False
+
+
+def _read_journal(path: str, header: fmt.Header) -> list[fmt.Entry]:
+    try:
+        data = read_file(path, fmt.journal_bytes_max(header.records_max))
+    except (FormatError, OSError):
+        return []
+    return fmt.parse_journal(data, header)
+
+
+def _apply(entries: list[fmt.Entry], generation: int) -> dict[int, fmt.Entry]:
+    live: dict[int, fmt.Entry] = {}
+    for entry in entries:
+        if not entry.key:
+            live.pop(entry.record, None)
+        elif entry.generation == generation:
+            live[entry.record] = entry
+    return live
+
+
+def _pread(fd: int, nbytes: int, offset: int) -> bytes:
+    """All of `nbytes` or what there is to the end of the file."""
+    parts = []
+    while nbytes > 0:
+        part = os.pread(fd, nbytes, offset)
+        if not part:
+            break
+        parts.append(part)
+        nbytes -= len(part)
+        offset += len(part)
+    return b"".join(parts)

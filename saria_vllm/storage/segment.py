@@ -1,0 +1,160 @@
+"""One segment: its record states, and its data file and journal. The store in segments.py guards both."""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+from array import array
+
+from saria_vllm.storage import format as fmt
+from saria_vllm.storage.drives import Drive, sync_directory, write_aligned, write_whole
+from saria_vllm.storage.recovery import data_name, journal_name
+from saria_vllm.types import align_up
+
+FREE, WRITING, LIVE, GONE = range(4)
+"""States of a record, in one byte each."""
+
+
+class FileState(enum.Enum):
+    """NEW: no file yet. OPEN: records may be written. SEALED: read only. ENDED: retired, closed or never made."""
+
+    NEW = 0
+    OPEN = 1
+    SEALED = 2
+    ENDED = 3
+
+
+class Segment:
+    """A segment's state. The store's lock guards record states, numbers and `data_fd`; `file_lock` all that
+    touches the files."""
+
+    def __init__(self, drive: int, header: fmt.Header) -> None:
+        self.drive = drive
+        self.header = header
+        self.file_lock = threading.Lock()
+        self.state = FileState.NEW
+        self.data_fd = -1
+        self.journal_bytes = 0
+        self.states = bytearray(header.records_max)
+        self.checksums = array("Q", bytes(8 * header.records_max))
+        self.generations = array("Q", bytes(8 * header.records_max))
+        self.entries: dict[int, fmt.Entry] = {}
+        """By record number, until the seal: what the index will hold."""
+        self.unfinished = header.records_max
+        """Records that are free or being written."""
+        self._journal_fd = -1
+        self._salt = fmt.salt_of(header)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """What the files occupy."""
+        return fmt.data_file_bytes(self.header.record_bytes, self.header.records_max) + align_up(self.journal_bytes)
+
+    def data_path(self, directory: str) -> str:
+        """Path of the data file in a rank directory."""
+        return os.path.join(directory, data_name(self.header.segment))
+
+    def journal_path(self, directory: str) -> str:
+        """Path of the journal in a rank directory."""
+        return os.path.join(directory, journal_name(self.header.segment))
+
+    def finish(self, record: int, state: int) -> None:
+        """A record that was free or being written reaches its end."""
+        self.states[record] = state
+        self.unfinished -= 1
+
+    def settle(self) -> None:
+        """Whatever is not live never will be."""
+        self.states = self.states.translate(bytes([GONE, GONE, LIVE, GONE]).ljust(256, b"\0"))
+        self.unfinished = 0
+
+    def adopt(self, entries: dict[int, fmt.Entry], journal_bytes: int) -> None:
+        """Take over the records found by recovery; nothing is written here any more."""
+        for record, entry in entries.items():
+            self.states[record] = LIVE
+            self.checksums[record] = entry.checksum
+            self.generations[record] = entry.generation
+        self.settle()
+        self.journal_bytes = journal_bytes
+        self.state = FileState.SEALED
+
+    def create(self, drive: Drive, directory: str) -> None:
+        """Make the files, allocated and with a header, or leave nothing behind.
+
+        Raises:
+            OSError: ENOSPC, EIO, EEXIST and the like.
+        """
+        header = self.header
+        size = fmt.data_file_bytes(header.record_bytes, header.records_max)
+        data_path = self.data_path(directory)
+        data_fd = drive.open_segment_file(data_path, create=True, size=size)
+        try:
+            write_aligned(data_fd, fmt.pack_header(header), 0)
+            self._journal_fd = self._open_journal(directory, os.O_TRUNC)
+        except OSError:
+            os.close(data_fd)
+            os.unlink(data_path)
+            raise
+        self.data_fd = data_fd
+        self.state = FileState.OPEN
+
+    def reopen(self, drive: Drive, directory: str, entries: dict[int, fmt.Entry]) -> None:
+        """Open the data file of a segment that recovery found without an index, to seal it.
+
+        Raises:
+            OSError: it cannot be opened for writing.
+        """
+        self.data_fd = drive.open_segment_file(self.data_path(directory), writable=True)
+        self.entries = entries
+
+    def append(self, entry: fmt.Entry) -> None:
+        """Add an entry to the open journal: one write, over the remains of one that failed.
+
+        Raises:
+            OSError: the entry is not there.
+        """
+        write_whole(self._journal_fd, fmt.pack_entry(entry, self._salt), self.journal_bytes)
+        self.journal_bytes += fmt.ENTRY_BYTES
+
+    def append_drop(self, directory: str, entry: fmt.Entry) -> None:
+        """Add a dropped record to the journal, which a sealed segment gets again for this.
+
+        Raises:
+            OSError: it is not there.
+        """
+        if self._journal_fd >= 0:
+            self.append(entry)
+            return
+        self._journal_fd = self._open_journal(directory, 0)
+        try:
+            self.append(entry)
+        finally:
+            self.close_journal()
+
+    def seal(self, drive: Drive, directory: str) -> None:
+        """Write the index, make it durable, remove the journal. The segment is sealed even where that fails.
+
+        Raises:
+            OSError: the journal stays, and has all that the index should have.
+        """
+        self.state = FileState.SEALED
+        entries, self.entries = self.entries, {}
+        self.close_journal()
+        area = fmt.pack_index(list(entries.values()), self.header)
+        write_aligned(self.data_fd, area, fmt.index_offset(self.header))
+        os.fdatasync(self.data_fd)
+        sync_directory(directory)
+        os.unlink(self.journal_path(directory))
+        self.journal_bytes = 0
+        drive.drop_cache(self.data_fd)
+
+    def close_journal(self) -> None:
+        """Close the journal's descriptor, if it is open."""
+        if self._journal_fd >= 0:
+            os.close(self._journal_fd)
+            self._journal_fd = -1
+
+    def _open_journal(self, directory: str, flags: int) -> int:
+        flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(self.journal_path(directory), flags, 0o600)
