@@ -58,7 +58,6 @@ constexpr uint32_t kFeatSingleMmap = 1u << 0, kFeatExtArg = 1u << 8;
 constexpr unsigned kEnterGetevents = 1u << 0, kEnterExtArg = 1u << 3;
 constexpr uint64_t kOffSqRing = 0, kOffCqRing = 0x8000000, kOffSqes = 0x10000000;
 constexpr uint64_t kTransferBytesMax = 1u << 30;  // the kernel cuts at 2 GiB - 4 KiB, which O_DIRECT may dislike
-constexpr uint64_t kSectorBytes = 512;
 
 double now_s() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -194,8 +193,6 @@ void Uring::drain(std::vector<Completion> &out) {
 // True when the request has ended and was appended to `out`; false when its rest must be submitted.
 bool Uring::settle(Request &request, int64_t result, std::vector<Completion> &out) {
     if (result == -EINTR) return false;
-    // Past an unaligned end of file O_DIRECT cannot be continued: that is the end, as 0 bytes would be.
-    if (result == -EINVAL && request.op == kRead && request.done % kSectorBytes != 0) result = 0;
     if (result > 0) {
         request.done += static_cast<uint64_t>(result);
         if (request.done < request.nbytes) return false;

@@ -21,11 +21,10 @@ from typing import Any
 
 import demo_report
 from models import ensure_model
-from server import Server, ServerDied
-
 from saria_vllm.cli.replay import add_arguments, replay
 from saria_vllm.cli.replay_drive import ReplayPlan, parse_counters
 from saria_vllm.errors import SariaError
+from server import Server, ServerDied
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = ROOT.parent / "shared" / "traces" / "weka_small_48.jsonl.gz"

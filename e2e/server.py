@@ -59,6 +59,7 @@ class Server:
         kv_space_gib: int = 1,
         env: Mapping[str, str] | None = None,
         ready_s: float = READY_S,
+        launcher: Sequence[str] = ("-m", "vllm.entrypoints.cli.main"),
     ) -> None:
         self.model = str(model)
         self.arguments = list(arguments)
@@ -69,6 +70,7 @@ class Server:
         self.kv_space_gib = kv_space_gib
         self.extra_env = dict(env or {})
         self.ready_s = ready_s
+        self.launcher = list(launcher)
         self.port = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._stub: tempfile.TemporaryDirectory[str] | None = None
@@ -190,7 +192,7 @@ class Server:
 
     def _command(self) -> list[str]:
         command = [
-            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model,
+            sys.executable, *self.launcher, "serve", self.model,
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype,
             "--enforce-eager", "--enable-prompt-tokens-details", *self.arguments,
         ]  # fmt: skip

@@ -159,8 +159,7 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         assert self._scheduler is not None
-        self._scheduler.reset_cache()
-        return True
+        return self._scheduler.reset_cache()
 
     # Worker side.
 

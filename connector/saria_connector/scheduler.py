@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -17,6 +18,7 @@ from saria_connector.fingerprint import fingerprint_parts
 from saria_connector.metadata import OpenedSsd, SariaMetadata
 from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig, format_bytes
+from saria_vllm.errors import StorageError
 from saria_vllm.metrics import Counts, count
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.extents import ExtentAllocator
@@ -56,7 +58,8 @@ class RequestState:
     """What we remember of a request between vLLM's calls."""
 
     __slots__ = (
-        "asked_computed", "hit_end", "keys", "load_failures", "no_store", "request", "sources", "stored", "wait_until",
+        "asked_computed", "hit_end", "keys", "load_failures", "no_store", "request", "scheduled", "sources", "stored",
+        "wait_until",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -73,6 +76,9 @@ class RequestState:
         """Tokens of the last hit by (DRAM, SSD)."""
         self.load_failures = 0
         self.wait_until = 0.0
+        self.scheduled = False
+        """Whether it was in a step since blocks were allocated: before that a load, ours or another connector's, may be
+        in flight, and vLLM counts its tokens as computed already."""
         params = request.kv_transfer_params or {}
         # KV pulled from a remote prefill may be overwritten bytes after an expired lease: never keep it.
         self.no_store = bool(params.get("do_remote_prefill"))
@@ -93,6 +99,7 @@ class SchedulerSide:
         self._chunk_tokens = sizing.chunk_tokens
         self._block_tokens = sizing.shapes[0].block_tokens
         self._hash_tokens = kv_cache_config.hash_block_size or self._block_tokens
+        self._shares_blocks = vllm_config.cache_config.enable_prefix_caching
         batch_chunks = -(-vllm_config.scheduler_config.max_num_batched_tokens // self._chunk_tokens) + 1
         slots = SlotAllocator(sizing.slabs, [sizing.slab_bytes // shape.record_bytes for shape in sizing.shapes])
         region = sizing.slabs * sizing.slab_bytes
@@ -120,7 +127,9 @@ class SchedulerSide:
         self._directory: EngineDirectory | None = None
         self._reclaimer: threading.Thread | None = None
         self._open: OpenSsd | None = None
-        """To be sent to the workers."""
+        """To be sent to the workers, with the generation of that moment."""
+        self._open_generation = 0
+        """The generation that the workers look for."""
         self._segments_max = 0
         self._opening_until = 0.0
         """Until when lookups wait for the SSD tier to open; 0 once it is open or off."""
@@ -152,7 +161,7 @@ class SchedulerSide:
             return
         for path in removed:
             logger.warning("SARIA removed %s to stay within ssd_capacity", path)
-        if ours < per_segment * segments_max:
+        if ours < per_segment * (segments_max - 1):
             segments_max = ours // per_segment
             logger.warning("SARIA: other engines use ssd_capacity; %s are left for this one", format_bytes(ours))
         self._segments_max = segments_max
@@ -204,16 +213,22 @@ class SchedulerSide:
         return external, True
 
     def _wait(self, state: RequestState, now: float) -> bool:
-        """Whether the request may be told to ask again: for a bounded time from the first ask on."""
+        """Whether the request may be told to ask again: for a bounded time from the first ask on.
+
+        Without prefix caching in HBM another request's load is of no use to this one.
+        """
+        if not self._shares_blocks:
+            return False
         if not state.wait_until:
             state.wait_until = now + WAIT_S
         return now < state.wait_until
 
     def allocated(self, request: Any, blocks: Any, external: int) -> bool:
         """vLLM allocated blocks for a hit that was offered; with `external` 0 there is nothing to load."""
+        state = self._state(request)
+        state.scheduled = False
         if external <= 0:
             return True
-        state = self._state(request)
         computed, end_tokens = state.asked_computed, state.asked_computed + external
         first, end = computed // self._chunk_tokens, -(-end_tokens // self._chunk_tokens)
         tables = [blocks.get_block_ids()[group] for group in self.sizing.groups]
@@ -252,7 +267,10 @@ class SchedulerSide:
         chunk_tokens = self._chunk_tokens
         for request_id in scheduler_output.num_scheduled_tokens:
             state = self._requests.get(request_id)
-            if state is None or state.no_store:
+            if state is None:
+                continue
+            state.scheduled = True
+            if state.no_store:
                 continue
             confirmed = compat.confirmed_tokens(state.request)
             if confirmed < (state.stored + 1) * chunk_tokens:
@@ -266,29 +284,34 @@ class SchedulerSide:
         keys = self._keys(state)
         tables = [tables[group] for group in self.sizing.groups]
         blocks_max = min(len(table) for table in tables)
-        end = min(confirmed, blocks_max * self._block_tokens) // self._chunk_tokens
-        end = min(end, len(keys))
-        per_chunk = self._chunk_tokens // self._block_tokens
-        room = int(self._block_pool.num_gpu_blocks * HELD_SHARE_MAX) - self._held_blocks
-        end = min(end, state.stored + max(0, room // (per_chunk * len(tables))))
-        if end <= state.stored:
-            return
-        chunks = [self._chunk_blocks(table, state.stored, end, 0, blocks_max) for table in tables]
-        job, state.stored = self.tiers.plan_store(keys, state.stored, end, chunks)
-        if job is not None:
-            ids = [block for item in job.items for block in item.blocks]
-            held = [self._block_pool.blocks[block] for block in ids]
-            self._block_pool.touch(held)
-            self._held[job.job_id] = Held(held, self.sizing.ranks)
-            self._held_blocks += len(held)
-            self._stores.append(job)
+        limit = min(confirmed, blocks_max * self._block_tokens) // self._chunk_tokens
+        limit = min(limit, len(keys))
+        chunk_blocks = self._chunk_tokens // self._block_tokens * len(tables)
+        while True:
+            room = int(self._block_pool.num_gpu_blocks * HELD_SHARE_MAX) - self._held_blocks
+            first, end = state.stored, min(limit, state.stored + max(0, room // chunk_blocks))
+            if end <= first:
+                return
+            chunks = [self._chunk_blocks(table, first, end, 0, blocks_max) for table in tables]
+            job, state.stored = self.tiers.plan_store(keys, first, end, chunks)
+            if job is not None:
+                self._hold(job)
+            if state.stored < end:
+                return
+
+    def _hold(self, job: StoreJob) -> None:
+        held = [self._block_pool.blocks[block] for item in job.items for block in item.blocks]
+        self._block_pool.touch(held)
+        self._held[job.job_id] = Held(held, self.sizing.ranks)
+        self._held_blocks += len(held)
+        self._stores.append(job)
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Last chance to store; the blocks are held by us, so vLLM may free them at once."""
         state = self._requests.pop(request.request_id, None)
         if state is None or self._off:
             return
-        if not state.no_store and block_ids:
+        if not state.no_store and state.scheduled and block_ids:
             confirmed = compat.confirmed_tokens(request)
             self._store(state, confirmed, block_ids)
             left = min(confirmed // self._chunk_tokens, len(state.keys)) - state.stored
@@ -314,7 +337,9 @@ class SchedulerSide:
         self._loads = []
         if self._directory is not None:
             metadata.namespace, metadata.engine_index = self._directory.namespace, self._directory.index
-            metadata.open_ssd, self._open = self._open, None
+            if self._open is not None:
+                metadata.open_ssd = msgspec.structs.replace(self._open, generation=self._generation)
+                self._open, self._open_generation = None, self._generation
             if self._reclaimer is None:
                 self._reclaimer = threading.Thread(target=self._reclaim, args=(self._directory,), daemon=True)
                 self._reclaimer.start()
@@ -366,7 +391,11 @@ class SchedulerSide:
         records = [records_per_segment(shape.record_bytes, self.sizing.segment_bytes) for shape in self.sizing.shapes]
         drives = len(self._config.ssd_paths)
         self.tiers.extents = ExtentAllocator(drives, self._segments_max, records, next_segment)
-        self.tiers.adopt(sorted(found, key=lambda chunk: (chunk.extent.segment, chunk.extent.record)), next_segment)
+        seen = {chunk.extent[:2] for report in reports for chunk in report.found}
+        oldest_first = sorted(found, key=lambda chunk: (chunk.extent.segment, chunk.extent.record))
+        self.tiers.adopt(oldest_first, next_segment, seen)
+        if self._generation != self._open_generation:
+            self.tiers.reset()  # A reset came in between: what was found is of before, and its segments must go.
         logger.info("SARIA: the SSD tier is open, %d chunks found", len(found))
 
     # State that vLLM asks for.
@@ -383,16 +412,22 @@ class SchedulerSide:
         self.tiers.counts = {}
         return counts
 
-    def reset_cache(self) -> None:
-        """Forget everything, durably, before returning. What is in flight is fenced by the generation."""
-        self._generation = self._directory.bump_generation() if self._directory else self._generation + 1
-        if self._open is not None and self._directory is not None:
-            self._open = OpenSsd(
-                self._open.directories, self._generation, self._open.segment_bytes, self._open.segments_max
-            )
+    def reset_cache(self) -> bool:
+        """Forget everything, before returning; False when not durably. What is in flight is fenced by the generation."""
+        durable = True
+        if self._directory is None:
+            self._generation += 1
+        else:
+            try:
+                self._directory.bump_generation()
+            except StorageError as error:
+                logger.error("SARIA: after a restart the cache may not be reset: %s", error)
+                durable = False
+            self._generation = self._directory.generation
         self.tiers.reset()
         for state in self._requests.values():
             state.no_store = True  # Its KV may come from the weights of before.
+        return durable
 
     def turn_off(self) -> None:
         """After a fault of ours: offer and store nothing more, let what is in flight end."""
@@ -413,6 +448,9 @@ class SchedulerSide:
     def _keys(self, state: RequestState) -> list[bytes]:
         hashes = resolve_block_hashes(state.request.block_hashes, self._hash_tokens, self._chunk_tokens)
         keys = state.keys
+        if keys and (len(hashes) < len(keys) or hashes[len(keys) - 1] != keys[-1]):
+            keys.clear()  # A streaming session dropped tokens that it had; hashes are chained, so the last one tells.
+            state.stored = 0
         for position in range(len(keys), len(hashes)):
             keys.append(hashes[position])
         return keys

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from saria_vllm import _native
+from saria_vllm.config import SsdEngineName
 from saria_vllm.engine.jobs import Ends, LoadState, io_cpus, pin_this_thread
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
 from saria_vllm.engine.ssd_thread import Read, Retire, SsdThread, Write, depth_for
+from saria_vllm.errors import StorageError
 from saria_vllm.metrics import Counts
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import (
@@ -27,6 +31,7 @@ from saria_vllm.types import (
     LoadJob,
     OpenSsd,
     PersistJob,
+    Slot,
     StoreItem,
     StoreJob,
 )
@@ -35,7 +40,10 @@ PIECE_BYTES = 16 << 20
 """Bytes copied between two looks at the queues."""
 
 CLOSE_S = 2.0
-"""How long `close` waits for I/O that is in flight."""
+"""How long `close` waits for what is in flight."""
+
+NOTES_SAID_MAX = 5
+"""Of what the SSD tier noted while it opened, so many are told."""
 
 
 class Opened:
@@ -60,18 +68,18 @@ class Executor:
         maps: Mapping[int, _native.PageMap],
         shapes: Mapping[int, GroupShape],
         *,
-        ssd_engine: str = "auto",
+        ssd_engine: SsdEngineName = "auto",
         io_threads: int = 0,
         cpus: Sequence[int] = (),
     ) -> None:
         self._pool, self._maps, self._shapes = pool, maps, shapes
         self._ssd_engine, self._io_threads, self._cpus = ssd_engine, io_threads, io_cpus(cpus)
         self._ends = Ends()
-        self._generation = 0
         self._store: SegmentStore | None = None
         self._ssd: list[SsdThread] = []
-        self._drives = 0
-        self._turn = 0
+        """By drive; where a drive has several threads, every so many."""
+        self._readers: list[Iterator[SsdThread]] = []
+        """By drive: its threads in turn."""
         self._opened: Opened | None = None
         self._opener: threading.Thread | None = None
         self._loads: deque[tuple[LoadState, list[int]]] = deque()
@@ -92,41 +100,43 @@ class Executor:
 
     def set_generation(self, generation: int) -> None:
         """Loads submitted under an older generation end as failed from now on."""
-        if generation != self._generation:
-            self._generation = generation
+        if generation == self._ends.generation:
+            return
+        with self._wake:
+            self._ends.generation = generation
             if self._store is not None:
                 self._store.set_generation(generation)
 
     def submit_load(self, job: LoadJob) -> None:
-        state = LoadState(job, self._generation)
+        state = LoadState(job, self._ends.generation)
+        if not job.items:
+            self._ends.items(state, 0)
         in_dram = [position for position, item in enumerate(job.items) if item.slot is not None]
         for position, item in enumerate(job.items):
             if item.extent is not None:
                 if not self._ssd:
                     self._ends.items(state, 1, (position,), "not_found")
                     continue
-                self._reader(item.extent.drive).submit(Read(state, position))
-        if in_dram:
-            with self._wake:
-                self._loads.append((state, in_dram))
-                self._wake.notify()
+                next(self._readers[item.extent.drive % len(self._readers)]).submit(Read(state, position))
+        if in_dram and not self._queue(self._loads, (state, in_dram)):
+            self._ends.items(state, len(in_dram), in_dram, "other")
 
     def refuse_load(self, job: LoadJob) -> None:
         """End a load as failed without touching a byte."""
-        self._ends.items(LoadState(job, self._generation), len(job.items), range(len(job.items) or 1), "stale")
+        state = LoadState(job, self._ends.generation)
+        self._ends.items(state, len(job.items), _all_positions(job), "stale")
 
     def submit_store(self, job: StoreJob) -> None:
         """The blocks must hold their final bytes, and stay untouched until the job has ended."""
-        with self._wake:
-            self._stores.append(job)
-            self._wake.notify()
+        if not self._queue(self._stores, job):
+            self._fail_store(job)
 
     def submit_persist(self, job: PersistJob) -> None:
         """The slot must stay untouched until the job has ended."""
         if not self._ssd:
             self._ends.job(JobResult(job.job_id, (0,), "not_found"))
             return
-        self._writer(job.extent.drive).submit(Write(job))
+        self._writer(job.extent.drive).submit(Write(job, self._ends.generation))
 
     def retire(self, drive: int, segment: int) -> None:
         if self._ssd:
@@ -136,25 +146,35 @@ class Executor:
         """What ended since the last call: stores and persists, loads, counter increments, lines for the log."""
         results, loads, counts, messages = self._ends.drain()
         for state in loads:
-            if state.generation != self._generation:
-                state.failed, state.reason = list(range(len(state.job.items))), "stale"
+            if state.generation != self._ends.generation:
+                state.failed, state.reason = list(_all_positions(state.job)), "stale"
         return results, loads, counts, messages
 
     def take_opened(self) -> Opened | None:
         """The result of `open_ssd`, once."""
-        opened, self._opened = self._opened, None
+        opened = self._opened
+        if opened is not None:
+            self._opened = None
         return opened
 
     def close(self) -> None:
-        """Queued writes are dropped, copies in flight end, open segments are sealed. Idempotent."""
+        """What is queued fails, what is in flight ends, open segments are sealed. Idempotent.
+
+        Where that takes longer than `CLOSE_S`, as on a drive that hangs, files and memory are left to the end of the
+        process: a thread may be using them.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()
-        for thread in self._ssd:
-            thread.close(CLOSE_S)
-        self._copier.join(CLOSE_S)
         if self._opener is not None:
             self._opener.join(CLOSE_S)
+        deadline = time.monotonic() + CLOSE_S
+        for thread in self._ssd:
+            thread.close(0)  # All of them stop at the same time.
+        ended = [thread.close(max(0.0, deadline - time.monotonic())) for thread in self._ssd]
+        self._copier.join(max(0.0, deadline - time.monotonic()))
+        if not all(ended) or self._copier.is_alive():
+            return
         if self._store is not None:
             self._store.close()
         self._pool.close()
@@ -163,33 +183,56 @@ class Executor:
 
     def _open(self, opened: OpenSsd, rank: int, store_id: bytes) -> None:
         pin_this_thread(self._cpus)
+        store: SegmentStore | None = None
+        threads: list[SsdThread] = []
         try:
             store = SegmentStore(opened, rank, self._shapes, store_id)
             found = store.recover()
-            self._drives = len(opened.directories)
-            threads_per_drive = self._io_threads or (2 if len(self._cpus) >= 8 else 1)
-            depth = depth_for(max(shape.record_bytes for shape in self._shapes.values()))
-            threads = []
-            for number in range(self._drives * threads_per_drive):
-                engine, note = open_engine(self._ssd_engine, depth)
-                if not number:
-                    self._ends.say_once("ssd engine", note)
-                name = f"saria-ssd{number}"
-                threads.append(
-                    SsdThread(name, store, engine, self._pool, self._maps, self._shapes, self._ends, self._cpus)
-                )
-            store.set_generation(self._generation or opened.generation)
-            self._store, self._ssd = store, threads
+            drives = len(opened.directories)
+            for number in range(drives * (self._io_threads or (2 if len(self._cpus) >= 8 else 1))):
+                threads.append(self._start_ssd(number, store))
+            self._say_notes(store.notes)
+            with self._wake:
+                if self._closing:
+                    raise StorageError("closed while it was opening")
+                store.set_generation(self._ends.generation or opened.generation)
+                self._readers = [itertools.cycle(threads[drive::drives]) for drive in range(drives)]
+                self._store, self._ssd = store, threads
             self._opened = Opened(found, store.next_segment_id)
         except Exception as error:
+            ended = [thread.close(CLOSE_S) for thread in threads]
+            if store is not None and all(ended):
+                store.close()
             self._opened = Opened([], 0, f"{type(error).__name__}: {error}")
 
-    def _reader(self, drive: int) -> SsdThread:
-        self._turn += 1
-        return self._ssd[drive + self._drives * (self._turn % (len(self._ssd) // self._drives))]
+    def _start_ssd(self, number: int, store: SegmentStore) -> SsdThread:
+        engine, note = open_engine(self._ssd_engine, depth_for(max(s.record_bytes for s in self._shapes.values())))
+        if not number:
+            self._ends.say_once("ssd engine", note)
+        try:
+            return SsdThread(
+                f"saria-ssd{number}", store, engine, self._pool, self._maps, self._shapes, self._ends, self._cpus
+            )
+        except Exception:
+            engine.close()
+            raise
+
+    def _say_notes(self, notes: list[str]) -> None:
+        for note in notes[:NOTES_SAID_MAX]:
+            self._ends.say_once(note, note)
+        if len(notes) > NOTES_SAID_MAX:
+            self._ends.say_once("notes", f"and {len(notes) - NOTES_SAID_MAX} more while the SSD tier opened")
 
     def _writer(self, drive: int) -> SsdThread:
-        return self._ssd[drive]
+        return self._ssd[drive % len(self._readers)]
+
+    def _queue(self, queue: deque[Any], entry: object) -> bool:
+        """Hand something to the copy thread. False when that is closing."""
+        with self._wake:
+            if not self._closing:
+                queue.append(entry)
+                self._wake.notify()
+            return not self._closing
 
     def _copy_loop(self) -> None:
         pin_this_thread(self._cpus)
@@ -198,55 +241,76 @@ class Executor:
                 while not (self._loads or self._stores or self._closing):
                     self._wake.wait()
                 if self._closing:
-                    return
-                load = self._loads.popleft() if self._loads else None
-                store = self._stores.popleft() if load is None else None
-            if load is not None:
-                self._copy_load(*load)
-            elif store is not None:
+                    break
+                store = None if self._loads else self._stores.popleft()
+            self._copy_loads()
+            if store is not None:
                 self._copy_store(store)
+        for state, positions in self._loads:
+            self._ends.items(state, len(positions), positions, "other")
+        for store in self._stores:
+            self._fail_store(store)
+
+    def _copy_loads(self) -> None:
+        while self._loads and not self._closing:
+            self._copy_load(*self._loads.popleft())
 
     def _copy_load(self, state: LoadState, positions: list[int]) -> None:
-        for piece in self._pieces(state.job.items, positions):
-            group = state.job.items[piece[0]].group
-            nbytes = self._shapes[group].record_bytes
-            try:
-                sources, blocks = [], []
-                for position in piece:
-                    item = state.job.items[position]
-                    assert item.slot is not None
-                    sources.append(self._pool.address(item.slot, nbytes))
-                    blocks.append(item.blocks)
-                self._maps[group].scatter_many(sources, blocks)
-            except Exception as error:
-                self._fault("load", error)
-                self._ends.items(state, len(piece), piece, "other")
-                continue
-            self._ends.count("load_bytes", nbytes * len(piece), "dram")
-            self._ends.items(state, len(piece))
+        items, ended = state.job.items, 0
+        try:
+            for piece in self._pieces(items, positions):
+                group = items[piece[0]].group
+                nbytes = self._shapes[group].record_bytes
+                sources = [self._address(items[position].slot, nbytes) for position in piece]
+                self._maps[group].scatter_many(sources, [items[position].blocks for position in piece])
+                self._ends.count("load_bytes", nbytes * len(piece), "dram")
+                self._ends.items(state, len(piece))
+                ended += len(piece)
+        except Exception as error:
+            self._fault("load", error)
+        if rest := positions[ended:]:
+            self._ends.items(state, len(rest), rest, "other")
 
     def _copy_store(self, job: StoreJob) -> None:
+        items, ended = job.items, 0
         try:
-            for piece in self._pieces(job.items, range(len(job.items))):
-                group = job.items[piece[0]].group
+            for piece in self._pieces(items, range(len(items))):
+                group = items[piece[0]].group
                 nbytes = self._shapes[group].record_bytes
-                targets = [self._pool.address(job.items[position].slot, nbytes) for position in piece]
-                self._maps[group].gather_many(targets, [job.items[position].blocks for position in piece])
+                targets = [self._address(items[position].slot, nbytes) for position in piece]
+                self._maps[group].gather_many(targets, [items[position].blocks for position in piece])
                 self._ends.count("store_bytes", nbytes * len(piece))
+                ended += len(piece)
+                self._copy_loads()
         except Exception as error:
             self._fault("store", error)
-            self._ends.job(JobResult(job.job_id, tuple(range(len(job.items))), "other"))
-            return
-        self._ends.job(JobResult(job.job_id))
+        if ended < len(items):
+            self._fail_store(job)
+        else:
+            self._ends.job(JobResult(job.job_id))
+
+    def _fail_store(self, job: StoreJob) -> None:
+        self._ends.job(JobResult(job.job_id, _all_positions(job), "other"))
+
+    def _address(self, slot: Slot | None, nbytes: int) -> int:
+        assert slot is not None
+        return self._pool.address(slot, nbytes)
 
     def _fault(self, what: str, error: Exception) -> None:
         self._ends.count("internal_errors", 1)
         self._ends.say_once(f"{what} fault", f"a {what} between HBM and DRAM failed: {type(error).__name__}: {error}")
 
-    def _pieces(self, items: Sequence[StoreItem | LoadItem], positions: Iterable[int]) -> Iterable[list[int]]:
-        """Runs of positions of one group, at most `PIECE_BYTES` each."""
+    def _pieces(self, items: Sequence[StoreItem | LoadItem], positions: Iterable[int]) -> Iterator[list[int]]:
+        """Runs of positions of one group, at most `PIECE_BYTES` each; no more of them once we are closing."""
         for group, run in itertools.groupby(positions, lambda position: items[position].group):
             members = list(run)
             step = max(1, PIECE_BYTES // self._shapes[group].record_bytes)
             for start in range(0, len(members), step):
+                if self._closing:
+                    return
                 yield members[start : start + step]
+
+
+def _all_positions(job: LoadJob | StoreJob) -> tuple[int, ...]:
+    """Of a job that failed as a whole; one that never had items has failed too."""
+    return tuple(range(len(job.items) or 1))

@@ -1,4 +1,4 @@
-"""What the executor's threads share: jobs in flight, their ends, counters. One lock, held for a few statements."""
+"""What the executor's threads share: jobs in flight, their ends, counters, the generation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ class LoadState:
 
 
 class Ends:
-    """Collects what ended since the last drain. Threads add, the engine's thread drains once per step."""
+    """Collects what ended since the last drain. Threads add, the engine's thread drains once per step. One lock, held
+    for a few statements."""
 
     def __init__(self) -> None:
+        self.generation = 0
+        """Jobs submitted under an older one end as failed. Only grows, and before the store's does."""
         self._lock = threading.Lock()
         self._results: list[JobResult] = []
         self._loads: list[LoadState] = []

@@ -113,16 +113,15 @@ class _PoolFile:
         """Create the file or open the one that the other ranks of this engine use."""
         while True:
             fd = _open_own(path, os.O_CREAT)
+            file, entered = cls(path, fd, world, region_bytes), False
             try:
                 with _guard(fd):
-                    if _is_named(path, fd):
-                        joined = cls(path, fd, world, region_bytes)
-                        if joined._enter(rank):
-                            return joined
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)  # it lost its name before we had the guard, or was a killed engine's: start over
+                    entered = _is_named(path, fd) and file._enter(rank)
+            finally:
+                if not entered:  # an error, or the name was taken away before we had the guard: start over
+                    os.close(fd)
+            if entered:
+                return file
 
     def _enter(self, rank: int) -> bool:
         """Take the shared flock; under the guard. False when the file was a killed engine's and is gone now."""

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from saria_vllm.engine.ssd_engine import check_transfer
 
-_SECTOR_BYTES = 512
-
 
 class _Transfer(NamedTuple):
     write: bool
@@ -113,9 +111,6 @@ def _move(transfer: _Transfer) -> int:
         try:
             moved = call(transfer.fd, [memory[done:]], transfer.offset + done)
         except OSError as error:
-            # Past an unaligned end of file O_DIRECT cannot be continued: that is the end, as 0 bytes would be.
-            if error.errno == errno.EINVAL and not transfer.write and done % _SECTOR_BYTES:
-                break
             return -(error.errno or errno.EIO)
         if moved == 0:
             break

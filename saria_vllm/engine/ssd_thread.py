@@ -8,7 +8,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from saria_vllm import _native
 from saria_vllm.engine.jobs import Ends, LoadState, pin_this_thread
@@ -34,6 +34,8 @@ class Read(NamedTuple):
 
 class Write(NamedTuple):
     job: PersistJob
+    generation: int
+    """In which the slot was filled."""
 
 
 class Retire(NamedTuple):
@@ -80,24 +82,29 @@ class SsdThread:
         self._writes: deque[Write | Retire] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        self._broken = False
+        """The engine failed to say what ended: it gets no more work."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, *ops: Read | Write | Retire) -> None:
+    def submit(self, op: Read | Write | Retire) -> None:
         with self._wake:
-            for op in ops:
-                if isinstance(op, Read):
-                    self._reads.append(op)
-                else:
-                    self._writes.append(op)
-            self._wake.notify()
+            closing = self._closing
+            if not closing:
+                queue: deque[Any] = self._reads if isinstance(op, Read) else self._writes
+                queue.append(op)
+                self._wake.notify()
+        if closing:
+            self._fail(op, "other")
 
-    def close(self, timeout_s: float) -> None:
-        """Stop: what is in flight ends, what is queued fails. Idempotent."""
+    def close(self, timeout_s: float) -> bool:
+        """Stop: writes in flight end, all else fails. Idempotent. False when that took longer than `timeout_s`; files
+        and memory are in use then."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         pin_this_thread(self._cpus)
@@ -116,9 +123,9 @@ class SsdThread:
         self._engine.close()
 
     def _fill(self) -> None:
-        while len(self._in_flight) < self._engine.depth:
+        while len(self._in_flight) < self._engine.depth and not self._closing:
             op: Read | Write | Retire
-            if self._reads and self._buffers:
+            if self._reads:
                 op = self._reads.popleft()
             elif self._writes:
                 op = self._writes.popleft()
@@ -141,36 +148,65 @@ class SsdThread:
             self._fail(op, "other", error)
 
     def _start(self, op: Read | Write | Retire) -> None:
+        if self._broken and not isinstance(op, Retire):
+            raise OSError(errno.EIO, f"the {self._engine.name} engine failed")
         match op:
             case Read(state, position):
                 item = state.job.items[position]
                 assert item.extent is not None
+                nbytes = self._shapes[item.group].record_bytes
                 fd, offset, checksum = self._store.read_target(item.group, item.extent)
-                buffer = self._buffers.pop()
+                buffer = self._buffers[-1]
                 address = self._staging_address + buffer * self._record_bytes
-                tag = self._track(_InFlight(op, buffer, checksum))
-                self._engine.submit_read(fd, address, self._shapes[item.group].record_bytes, offset, tag)
-            case Write(job):
+                self._submit(self._engine.submit_read, _InFlight(op, buffer, checksum), fd, address, nbytes, offset)
+                self._buffers.pop()
+            case Write(job, generation):
                 nbytes = self._shapes[job.group].record_bytes
                 address = self._pool.address(job.slot, nbytes)
                 fd, offset = self._store.write_target(job.group, job.extent)
+                if generation != self._ends.generation:  # The record might be stamped with a newer one than its bytes.
+                    self._fail(op, "stale")
+                    return
                 checksum = _native.checksum(address, nbytes, self._store.seed(job.extent, job.key))
-                tag = self._track(_InFlight(op, -1, checksum))
-                self._engine.submit_write(fd, address, nbytes, offset, tag)
+                self._submit(self._engine.submit_write, _InFlight(op, -1, checksum), fd, address, nbytes, offset)
             case Retire(drive, segment):
                 self._store.retire(drive, segment)
 
-    def _track(self, flight: _InFlight) -> int:
+    def _submit(
+        self, submit: Callable[..., None], flight: _InFlight, fd: int, address: int, nbytes: int, offset: int
+    ) -> None:
         self._next_tag += 1
         self._in_flight[self._next_tag] = flight
-        return self._next_tag
+        try:
+            submit(fd, address, nbytes, offset, self._next_tag)
+        except Exception:
+            if self._engine.in_flight < len(self._in_flight):
+                del self._in_flight[self._next_tag]
+                raise
+            # Else it has begun all the same, and `reap` will say how it ended.
 
     def _reap(self, timeout_s: float) -> None:
-        for tag, result in self._engine.reap(timeout_s):
+        if self._broken:
+            return
+        try:
+            ended = self._engine.reap(timeout_s)
+        except Exception as error:
+            self._break(error)
+            return
+        for tag, result in ended:
             flight = self._in_flight.pop(tag)
             self._guard(flight.op, self._end, flight, result)
             if flight.buffer >= 0:
                 self._buffers.append(flight.buffer)
+
+    def _break(self, error: Exception) -> None:
+        """Fail what is in flight and all that comes: no transfer's end can be known. Failing is safe while the memory
+        stays: a read ends in staging memory that is not used again, a write in a record that is never committed."""
+        self._broken = True
+        self._ends.count("internal_errors", 1)
+        flights, self._in_flight = self._in_flight, {}
+        for flight in flights.values():
+            self._fail(flight.op, "read_failed" if isinstance(flight.op, Read) else "write_failed", error)
 
     def _end(self, flight: _InFlight, result: int) -> None:
         if result < 0:
@@ -182,6 +218,9 @@ class SsdThread:
                 nbytes = self._shapes[item.group].record_bytes
                 if result != nbytes:
                     raise OSError(errno.EIO, f"short read: {result} of {nbytes} bytes")
+                if self._closing:  # The pages in HBM may be gone.
+                    self._fail(flight.op, "other")
+                    return
                 address = self._staging_address + flight.buffer * self._record_bytes
                 seed = self._store.seed(item.extent, item.key)
                 found = self._maps[item.group].scatter_verify(address, nbytes, seed, item.blocks)
@@ -206,5 +245,8 @@ class SsdThread:
             case Read(state, position):
                 self._ends.items(state, 1, (position,), reason)
             case Write(job):
-                self._store.abandon(job.group, job.extent)
+                try:
+                    self._store.abandon(job.group, job.extent)
+                except Exception:
+                    self._ends.count("internal_errors", 1)
                 self._ends.job(JobResult(job.job_id, (0,), reason))

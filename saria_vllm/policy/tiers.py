@@ -123,7 +123,8 @@ class Tiers:
     # Loads.
 
     def plan_load(self, request_id: str, keys: Sequence[bytes], first: int, end: int, blocks: ChunkBlocks) -> LoadJob:
-        """Lease and load chunks first..end, which `match` has just offered."""
+        """Lease and load chunks first..end, which `match` has just offered, and make the prefix before them recent."""
+        self.touch(keys, first, 0)
         index, job_id, job = self.index, *self._new_job("load")
         items = []
         for group, rows in enumerate(index.rows):
@@ -169,6 +170,7 @@ class Tiers:
                 if extent is not None:
                     self._drop_ssd(row, extent)
                 else:
+                    assert index.dram[row] in (VALID, BAD)
                     index.dram[row] = BAD
             self._settle(row)
         if job.failed or job.stale:
@@ -448,7 +450,7 @@ class Tiers:
 
     # Recovery and reset.
 
-    def adopt(self, chunks: Iterable[FoundChunk], next_segment: int) -> None:
+    def adopt(self, chunks: Iterable[FoundChunk], next_segment: int, seen: Iterable[tuple[int, int]] = ()) -> None:
         """Index chunks that every rank found on SSD; one stored meanwhile gains its SSD copy."""
         if self.extents is None:
             return
@@ -466,7 +468,7 @@ class Tiers:
                 count(self.counts, "recovered_chunks", 1)
             elif known is None:
                 index.remove(row)
-        self.extents.sort_adopted(next_segment)
+        self.extents.end_adoption(next_segment, seen)
 
     def reset(self) -> None:
         """Forget everything. Jobs in flight end as stale: their slots and segments are freed then, once."""

@@ -205,6 +205,6 @@ def parse_index(data: bytes, header: Header) -> list[Entry]:
         raise FormatError("index: CRC mismatch")
     records_max = header.records_max
     entries = [_entry_of(fields, records_max) for fields in _ENTRY.iter_unpack(view[: count * ENTRY_BYTES])]
-    if len({entry.record for entry in entries}) != count or not all(entry.key for entry in entries):
+    if len({entry[0] for entry in entries}) != count or not all(entry[4] for entry in entries):
         raise FormatError("index: a record twice or an entry without a key")
     return entries

@@ -39,9 +39,7 @@ class _Other(NamedTuple):
     names: tuple[str, ...]
 
 
-def reclaim_others(
-    ssd_paths: Sequence[str], keep: EngineDirectory, capacity_bytes: int
-) -> tuple[int, list[str]]:
+def reclaim_others(ssd_paths: Sequence[str], keep: EngineDirectory, capacity_bytes: int) -> tuple[int, list[str]]:
     """Remove engine directories that nobody leases, least recently modified first, while all that lies under the
     paths' `saria` directories exceeds `capacity_bytes`. Never touches `keep`, names that are not ours, or symlinks.
 

@@ -14,8 +14,11 @@ from saria_vllm.errors import FormatError
 from saria_vllm.storage import format as fmt
 from saria_vllm.types import GroupShape
 
+SEGMENT_ID_END = 2**63
+"""Segment ids are below this, so that one more always fits the format."""
+
 _NAME = re.compile(r"seg-([0-9a-f]{16})\.(data|journal)")
-_BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENOENT)
+_BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENOENT, errno.ESPIPE)
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -113,22 +116,6 @@ def discard_segment(directory: str, segment: int) -> None:
             pass
 
 
-def read_file(path: str, limit: int) -> bytes:
-    """Up to `limit` bytes of a regular file; symlinks are not followed.
-
-    Raises:
-        OSError: as from open(2) or read(2).
-        FormatError: not a regular file.
-    """
-    fd = os.open(path, _READ_FLAGS)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise FormatError("not a regular file")
-        return _pread(fd, limit, 0)
-    finally:
-        os.close(fd)
-
-
 def _list(directory: str, scan: Scan) -> tuple[set[int], set[int]]:
     data: set[int] = set()
     journals: set[int] = set()
@@ -137,7 +124,7 @@ def _list(directory: str, scan: Scan) -> tuple[set[int], set[int]]:
             parsed = segment_of_name(item.name)
             if parsed is not None and not item.is_dir(follow_symlinks=False):
                 (data if parsed[1] == "data" else journals).add(parsed[0])
-    scan.highest_segment = max(data | journals, default=-1)
+    scan.highest_segment = max((segment for segment in data | journals if segment < SEGMENT_ID_END), default=-1)
     return data, journals
 
 
@@ -153,6 +140,8 @@ def _discard(directory: str, segment: int, why: str, scan: Scan) -> None:
 def _read_segment(directory: str, segment: int, has_journal: bool, expected: Expected) -> ScannedSegment:
     fd = os.open(os.path.join(directory, data_name(segment)), _READ_FLAGS)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FormatError("not a regular file")
         header = _read_header(fd, segment, expected)
         entries, sealed = _read_index(fd, header)
     finally:
@@ -177,10 +166,9 @@ def _read_header(fd: int, segment: int, expected: Expected) -> fmt.Header:
         raise FormatError(f"header: group {header.group} with records of {header.record_bytes} bytes is not ours")
     if fmt.segment_cost_bytes(header.record_bytes, header.records_max) > expected.segment_bytes:
         raise FormatError("header: larger than a segment may be")
-    status = os.fstat(fd)
     size = fmt.data_file_bytes(header.record_bytes, header.records_max)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-        raise FormatError(f"file size {status.st_size}, not {size}")
+    if os.fstat(fd).st_size != size:
+        raise FormatError(f"file size {os.fstat(fd).st_size}, not {size}")
     return header
 
 
@@ -194,8 +182,14 @@ def _read_index(fd: int, header: fmt.Header) -> tuple[list[fmt.Entry], bool]:
 
 def _read_journal(path: str, header: fmt.Header) -> list[fmt.Entry]:
     try:
-        data = read_file(path, fmt.journal_bytes_max(header.records_max))
-    except (FormatError, OSError):
+        fd = os.open(path, _READ_FLAGS)
+        try:
+            data = _pread(fd, fmt.journal_bytes_max(header.records_max), 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in _BAD_FILE:
+            raise
         return []
     return fmt.parse_journal(data, header)
 

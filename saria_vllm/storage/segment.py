@@ -59,6 +59,10 @@ class Segment:
         """Path of the journal in a rank directory."""
         return os.path.join(directory, journal_name(self.header.segment))
 
+    def has(self, record: int) -> bool:
+        """Whether a record number is within the segment."""
+        return 0 <= record < self.header.records_max
+
     def finish(self, record: int, state: int) -> None:
         """A record that was free or being written reaches its end."""
         self.states[record] = state

@@ -26,6 +26,7 @@ from saria_vllm.errors import StorageError
 from saria_vllm.storage import format as fmt
 from saria_vllm.storage.drives import Drive, Graveyard
 from saria_vllm.storage.recovery import (
+    SEGMENT_ID_END,
     Expected,
     Scan,
     ScannedSegment,
@@ -33,7 +34,7 @@ from saria_vllm.storage.recovery import (
     scan_directory,
 )
 from saria_vllm.storage.segment import FREE, GONE, LIVE, WRITING, FileState, Segment
-from saria_vllm.types import Extent, FoundChunk, GroupShape, OpenSsd
+from saria_vllm.types import KEY_BYTES_MAX, Extent, FoundChunk, GroupShape, OpenSsd
 
 NOTES_MAX = 100
 
@@ -128,7 +129,8 @@ class SegmentStore:
             StorageError: the record is not being written, or a reset or retire came in between: the record is lost.
             OSError: the journal cannot be appended; the record is not visible: abandon it.
         """
-        assert 1 <= len(key) <= 32
+        assert 1 <= len(key) <= KEY_BYTES_MAX
+        assert len(parent) <= KEY_BYTES_MAX
         segment = self._find(group, extent)
         with segment.file_lock:
             entry = self._entry_to_commit(segment, extent, key, parent, checksum)
@@ -142,7 +144,7 @@ class SegmentStore:
     def abandon(self, group: int, extent: Extent) -> None:
         """A record that will never be written, or whose write or commit failed. Unknown extents are a no-op."""
         segment = self._lookup(extent)
-        if segment is None or segment.header.group != group or extent.record >= segment.header.records_max:
+        if segment is None or segment.header.group != group or not segment.has(extent.record):
             return
         with segment.file_lock:
             with self._lock:
@@ -172,11 +174,7 @@ class SegmentStore:
         with self._lock:
             generation = self._generation
             segment = self._segments.get(extent[:2])
-            if (
-                segment is not None
-                and extent.record < segment.header.records_max
-                and segment.states[extent.record] in (WRITING, LIVE)
-            ):
+            if segment is not None and segment.has(extent.record) and segment.states[extent.record] in (WRITING, LIVE):
                 generation = segment.generations[extent.record]
         return fmt.seed_of(self._store_id, key, generation, extent.segment, extent.record)
 
@@ -186,7 +184,7 @@ class SegmentStore:
         Tries to make that last; an error there costs a second failed read after a restart, never wrong bytes.
         """
         segment = self._lookup(extent)
-        if segment is None or extent.record >= segment.header.records_max:
+        if segment is None or not segment.has(extent.record):
             return
         with segment.file_lock:
             with self._lock:
@@ -272,7 +270,7 @@ class SegmentStore:
         segment = self._lookup(extent)
         if segment is None or segment.header.group != group:
             raise StorageError(f"{extent} is not a segment of group {group}")
-        if not 0 <= extent.record < segment.header.records_max:
+        if not segment.has(extent.record):
             raise StorageError(f"{extent}: records end at {segment.header.records_max}")
         return segment
 
@@ -347,15 +345,15 @@ class SegmentStore:
                 segment = self._new_segment(group, extent)
         if segment.header.group != group:
             raise StorageError(f"{extent} is a segment of group {segment.header.group}, not {group}")
-        if not 0 <= extent.record < segment.header.records_max:
+        if not segment.has(extent.record):
             raise StorageError(f"{extent}: records end at {segment.header.records_max}")
         return segment
 
     def _new_segment(self, group: int, extent: Extent) -> Segment:
         """Register a segment whose file is yet to be made. The store's lock is held."""
         records_max = self.records_max(group)
-        if self._closed or extent.segment < 0 or not 0 <= extent.record < records_max:
-            raise StorageError(f"{extent}: closed, or records end at {records_max}")
+        if self._closed or not 0 <= extent.segment < SEGMENT_ID_END or not 0 <= extent.record < records_max:
+            raise StorageError(f"{extent}: closed, no segment id, or records end at {records_max}")
         if sum(drive == extent.drive for drive, _ in self._segments) >= self._open.segments_max:
             raise StorageError(f"{extent}: drive {extent.drive} has {self._open.segments_max} segments already")
         record_bytes = self._shapes[group].record_bytes
@@ -437,18 +435,28 @@ class SegmentStore:
 
 def _newest(scans: Mapping[int, Scan]) -> list[FoundChunk]:
     """All chunks found, one per group and key: the newest. Older entries are taken out of the scans."""
-    newest: dict[int, dict[bytes, tuple[int, ScannedSegment, FoundChunk]]] = {}
+    newest: dict[int, dict[bytes, FoundChunk]] = {}
     for drive, scan in scans.items():
         for number, scanned in scan.segments.items():
             group = scanned.header.group
             keys = newest.setdefault(group, {})
-            for record, entry in list(scanned.entries.items()):
-                older = keys.get(entry.key)
-                if older is not None and older[0] > entry.sequence:
-                    del scanned.entries[record]
-                    continue
-                if older is not None:
-                    del older[1].entries[older[2].extent.record]
-                extent = Extent(drive, number, record)
-                keys[entry.key] = (entry.sequence, scanned, FoundChunk(group, entry.key, entry.parent, extent))
-    return [found for keys in newest.values() for _, _, found in keys.values()]
+            twice = []
+            for record, entry in scanned.entries.items():
+                chunk = FoundChunk(group, entry.key, entry.parent, Extent(drive, number, record))
+                if keys.setdefault(entry.key, chunk) is not chunk:
+                    twice.append(chunk)
+            for chunk in twice:
+                _keep_newer(keys, chunk, scans)
+    return [found for keys in newest.values() for found in keys.values()]
+
+
+def _keep_newer(keys: dict[bytes, FoundChunk], chunk: FoundChunk, scans: Mapping[int, Scan]) -> None:
+    def entries(extent: Extent) -> dict[int, fmt.Entry]:
+        return scans[extent.drive].segments[extent.segment].entries
+
+    other = keys[chunk.key]
+    mine, theirs = entries(chunk.extent)[chunk.extent.record], entries(other.extent)[other.extent.record]
+    older = other if mine.sequence > theirs.sequence else chunk
+    if older is other:
+        keys[chunk.key] = chunk
+    del entries(older.extent)[older.extent.record]

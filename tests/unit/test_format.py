@@ -25,7 +25,11 @@ def entries(count: int) -> list[fmt.Entry]:
 
 
 @given(
-    st.binary(min_size=16, max_size=16), st.integers(0, 2**32 - 1), U64, st.integers(1, 2**40), st.integers(1, 2**32 - 1)
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, 2**32 - 1),
+    U64,
+    st.integers(1, 2**40),
+    st.integers(1, 2**32 - 1),
 )
 def test_header_round_trip(store: bytes, number: int, segment: int, pages: int, records: int) -> None:
     header = fmt.Header(store, number, segment, number, pages * 4096, records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -178,33 +179,40 @@ def test_random_copies_agree_with_numpy() -> None:
 
 
 def test_bulk_work_runs_without_the_gil() -> None:
-    """With the GIL held, the counting thread could not run during one call of some hundred milliseconds."""
+    """With this switch interval a thread gives the GIL away only where it releases it itself."""
     cache = Cache(1, [1 << 26], block_major=True)
     record = randoms(1 << 26, seed=9)
-    calls: list[Callable[[], object]] = [
-        lambda: cache.map.gather_many([address(record)] * 8, [[0]] * 8),
-        lambda: cache.map.scatter_many([address(record)] * 8, [[0]] * 8),
+    calls: list[Callable[[], object]] = [  # each takes some milliseconds
+        lambda: cache.map.gather(address(record), [0]),
+        lambda: cache.map.gather_many([address(record)], [[0]]),
+        lambda: cache.map.scatter(address(record), [0]),
+        lambda: cache.map.scatter_many([address(record)], [[0]]),
         lambda: cache.map.scatter_verify(address(record), 1 << 26, 0, [0]),
         lambda: _native.checksum(address(record), 1 << 26, 0),
     ]
-    ticks, stop = [0.0], threading.Event()
+    ticks: list[float] = []
+    stop = threading.Event()
 
     def tick() -> None:
-        while not stop.wait(0.0005):
+        while not stop.wait(0.0001):
             ticks.append(time.perf_counter())
 
     thread = threading.Thread(target=tick)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
     thread.start()
     try:
-        for call in calls:
-            for _ in range(20):  # on a loaded machine the ticks may be late, but not always
+        for index, call in enumerate(calls):
+            for _ in range(50):  # on a loaded machine the other thread may be late, but not always
                 start = time.perf_counter()
                 call()
                 end = time.perf_counter()
-                if any(start < at < end for at in list(ticks)):
+                if any(start < at < end for at in ticks[-10_000:]):
                     break
+                time.sleep(0.001)
             else:
-                pytest.fail("no other thread ran during the call")
+                pytest.fail(f"the other thread did not run during call {index}")
     finally:
         stop.set()
+        sys.setswitchinterval(interval)
         thread.join()

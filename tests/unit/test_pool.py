@@ -161,6 +161,21 @@ def test_a_live_engines_file_is_left_alone(name: str) -> None:
     assert live.end() == 0
 
 
+def test_every_rank_keeps_the_file_alive(name: str) -> None:
+    first = Rank(name, 6 * SLAB, 0, 3)
+    assert first.line() == "2"
+    second = Rank(name, 6 * SLAB, 1, 3)
+    assert second.line() == "2"
+    first.kill()
+    DramPool(f"{name}-next", SLAB, 0, 1, SLAB).close()  # it sweeps
+    assert os.path.lexists(path_of(name))
+    third = Rank(name, 6 * SLAB, 2, 3)
+    assert third.line() == "2"
+    assert [second.check(), third.check()] == ["ok", "ok"]
+    assert not os.path.lexists(path_of(name))
+    assert second.end() == third.end() == 0
+
+
 def test_a_rank_that_leaves_before_the_others_came_takes_the_file_along(name: str) -> None:
     pool = DramPool(name, 4 * SLAB, 0, 2, SLAB)
     assert os.path.lexists(path_of(name))

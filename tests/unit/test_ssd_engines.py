@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from saria_vllm.config import SsdEngineName
 from saria_vllm.engine import io_uring
 from saria_vllm.engine.io_uring import UringEngine
 from saria_vllm.engine.posix import PosixEngine
@@ -267,14 +268,16 @@ def test_engines_leave_no_thread_and_no_descriptor(tmp_path: Path, memory: Memor
         engine.submit_read(fd, memory.address, KIB, 0, tag=1)
         engine.close()
         os.close(fd)
-    for name in ("auto", "posix", "io_uring"):
-        open_engine(name, DEPTH)[0].close()  # type: ignore[arg-type]
+    names: tuple[SsdEngineName, ...] = ("auto", "posix", "io_uring")
+    for name in names:
+        open_engine(name, DEPTH)[0].close()
     assert count() == before
 
 
 def test_open_engine_says_what_it_chose() -> None:
-    for name, kind in (("posix", PosixEngine), ("io_uring", UringEngine), ("auto", UringEngine)):
-        engine, why = open_engine(name, 3)  # type: ignore[arg-type]
+    expected: dict[SsdEngineName, type] = {"posix": PosixEngine, "io_uring": UringEngine, "auto": UringEngine}
+    for name, kind in expected.items():
+        engine, why = open_engine(name, 3)
         assert isinstance(engine, kind)
         assert engine.depth == 3
         assert f"ssd engine {engine.name}: " in why

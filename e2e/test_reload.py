@@ -1,0 +1,185 @@
+"""Answers after a reload are those of an engine without us: from DRAM, SSD, both, after a restart, with bad bytes.
+
+Scheduler and worker halves run in separate processes here. fp32, one request at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from models import ensure_model
+from reloading import KINDS, Kind, connector, counters, data_files, make_prompt, reload
+from saria_vllm.storage.format import index_offset, parse_header
+from server import Server
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = 5
+LONGER_CHUNKS = 3
+ANSWER_TOKENS = 16
+HEADER_BYTES = 4096
+
+
+class Rig:
+    """One model, its right answers, and a directory that outlives servers."""
+
+    def __init__(self, kind: Kind, folder: Path) -> None:
+        self.kind, self.folder, self.ssd = kind, folder, folder / "ssd"
+        self.model = ensure_model(kind.model)
+        self.ssd.mkdir()
+        tokens = kind.prefix_chunks * kind.chunk_tokens
+        longer = LONGER_CHUNKS * kind.chunk_tokens
+        # Five tokens more than whole chunks: a local hit and ours then end at the same token.
+        self.prompts = [make_prompt(seed, tokens + 5) for seed in range(PROMPTS)]
+        self.prompts.append(self.prompts[0] + make_prompt(99, longer))
+        self.right: list[list[int]] = []
+        self.dram_hit_tokens = tokens
+
+    def server(self, with_connector: bool) -> Server:
+        extra = {
+            "dram_capacity": "6MiB",
+            "ssd_paths": [str(self.ssd)],
+            "ssd_capacity": "1GiB",
+            "chunk_tokens": self.kind.chunk_tokens,
+            "admission": "full_duplicate",
+        }
+        return Server(
+            self.model,
+            ["--max-model-len", "2048", "--max-num-seqs", "4", *self.kind.arguments],
+            log=self.folder / "server.log",
+            connector=connector(extra) if with_connector else None,
+            launcher=self.kind.launcher,
+        )
+
+    def learn(self) -> None:
+        with self.server(with_connector=False) as server:
+            for prompt in self.prompts:
+                server.reset_prefix_cache()
+                answer = server.complete(prompt, ANSWER_TOKENS)
+                if self.kind.compare_with_local_hit:
+                    answer = server.complete(prompt, ANSWER_TOKENS)
+                    assert answer.cached_tokens == len(prompt) - 5
+                self.right.append(answer.token_ids)
+        assert len({tuple(tokens) for tokens in self.right}) == len(self.prompts), "answers do not tell prompts apart"
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    rig = Rig(KINDS[request.param], tmp_path_factory.mktemp(request.param))
+    rig.learn()
+    return rig
+
+
+@pytest.fixture(scope="module")
+def first_server(rig: Rig) -> Iterator[Server]:
+    """Has seen every prompt but the longer one once; DRAM holds the last few only."""
+    with rig.server(with_connector=True) as server:
+        for prompt in rig.prompts[:PROMPTS]:
+            server.complete(prompt, ANSWER_TOKENS)
+        yield server
+
+
+def test_dram_ssd_and_mixed_hits_answer_as_without_us(rig: Rig, first_server: Server) -> None:
+    last = PROMPTS - 1
+    hit = reload(first_server, rig.prompts[last])
+    assert hit.answer.token_ids == rig.right[last]
+    assert hit.answer.cached_tokens == rig.dram_hit_tokens
+    assert hit.bytes_from("dram") > 0
+    assert hit.bytes_from("ssd") == 0
+
+    hit = reload(first_server, rig.prompts[0])
+    assert hit.answer.token_ids == rig.right[0]
+    assert hit.answer.cached_tokens == rig.dram_hit_tokens
+    assert hit.bytes_from("ssd") > 0
+    assert hit.bytes_from("dram") == 0
+
+    longer = rig.prompts[PROMPTS]
+    first_server.complete(longer, ANSWER_TOKENS)
+    hit = reload(first_server, longer)
+    assert hit.answer.token_ids == rig.right[PROMPTS]
+    assert hit.answer.cached_tokens == len(longer) - 5
+    assert hit.bytes_from("dram") > 0
+    assert hit.bytes_from("ssd") > 0
+    assert counters(first_server).get('loads{result="failed"}', 0) == 0
+
+
+def test_reset_of_our_cache_forgets_both_tiers(rig: Rig, first_server: Server) -> None:
+    """Runs before the restart test: what comes after a reset in a running engine is not kept over a restart."""
+    if rig.kind is not KINDS["llama"]:
+        pytest.skip("one model is enough for the reset; it is independent of the KV's kind")
+    first_server.reset_prefix_cache(external=True)
+    hit = reload(first_server, rig.prompts[0])
+    assert hit.answer.token_ids == rig.right[0]
+    assert hit.answer.cached_tokens == 0
+    hit = reload(first_server, rig.prompts[0])
+    assert hit.answer.token_ids == rig.right[0]
+    assert hit.answer.cached_tokens == rig.dram_hit_tokens
+
+
+@pytest.fixture(scope="module")
+def restarted(rig: Rig, first_server: Server) -> Iterator[Server]:
+    """A second server on the directory of a first one that was stopped."""
+    first_server.stop()
+    if rig.kind is KINDS["llama"]:  # After the reset above nothing on SSD may be used again; fill it anew.
+        with rig.server(with_connector=True) as server:
+            assert reload(server, rig.prompts[0]).answer.cached_tokens == 0
+            for prompt in rig.prompts:
+                server.complete(prompt, ANSWER_TOKENS)
+            counters(server)
+    with rig.server(with_connector=True) as server:
+        yield server
+
+
+def test_restart_finds_the_ssd_tier(rig: Rig, restarted: Server) -> None:
+    hit = reload(restarted, rig.prompts[1])
+    assert hit.answer.token_ids == rig.right[1]
+    assert hit.answer.cached_tokens == rig.dram_hit_tokens
+    assert hit.bytes_from("ssd") > 0
+    assert hit.bytes_from("dram") == 0
+    assert counters(restarted)["recovered_chunks"] >= PROMPTS * rig.kind.prefix_chunks
+
+
+def test_b24_a_corrupted_record_is_recomputed_and_never_offered_again(rig: Rig, restarted: Server) -> None:
+    flip_a_bit_in_every_record(rig)
+    hit = reload(restarted, rig.prompts[2])
+    assert hit.answer.token_ids == rig.right[2]
+    bad = hit.errors("checksum")
+    assert 1 <= bad <= rig.kind.prefix_chunks, "each bad record is read once"
+    hit = reload(restarted, rig.prompts[2])
+    assert hit.answer.token_ids == rig.right[2]
+    assert hit.errors("checksum") == 0
+    assert hit.answer.cached_tokens == rig.dram_hit_tokens, "the recomputed chunks were stored again"
+
+
+def flip_a_bit_in_every_record(rig: Rig) -> None:
+    """One bit in every 64 KiB of the data: every record has at least one bad byte."""
+    for path in data_files(rig.ssd):
+        with path.open("r+b") as file:
+            for offset in range(HEADER_BYTES + 1000, os.path.getsize(path), 65536):
+                file.seek(offset)
+                byte = file.read(1)
+                if byte:
+                    file.seek(offset)
+                    file.write(bytes([byte[0] ^ 1]))
+            os.fsync(file.fileno())
+
+
+def test_every_data_byte_overwritten_between_two_servers(rig: Rig, restarted: Server) -> None:
+    restarted.stop()
+    paths = data_files(rig.ssd)
+    assert paths
+    for path in paths:
+        with path.open("r+b") as file:
+            end = index_offset(parse_header(file.read(HEADER_BYTES)))
+            file.seek(HEADER_BYTES)
+            file.write(os.urandom(end - HEADER_BYTES))
+    with rig.server(with_connector=True) as server:
+        for position in range(PROMPTS):
+            server.reset_prefix_cache()
+            assert server.complete(rig.prompts[position], ANSWER_TOKENS).token_ids == rig.right[position]
+        after = counters(server)
+        assert after.get('hit_tokens{tier="ssd"}', 0) == 0
+        assert after['errors{reason="checksum"}'] > 0, "the index survived, so the bytes must have been read and refused"

@@ -1,0 +1,595 @@
+"""Hypothesis drives `Tiers` through every order of plans, rank results, failures and resets against a naive model.
+
+The model is dicts and sets: which chunk is on which tier, and what bytes each slot and record of each rank hold. Bytes
+are a `Content`: whose chunk they are, of which generation, and whether a bit has rotted. A job of the model moves
+contents when it *runs* on a rank, at any time between its plan and its result, so a slot or record that is given to
+somebody else too early shows up as a read of foreign content.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy.admission import make_admission
+from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.slots import SlotAllocator
+from saria_vllm.policy.tiers import Tiers
+from saria_vllm.types import (
+    Extent,
+    FoundChunk,
+    GroupShape,
+    JobResult,
+    LoadJob,
+    PersistJob,
+    Slot,
+    StoreJob,
+    align_up,
+)
+
+PATHS = [
+    [b"a0", b"a1", b"a2", b"a3", b"a4", b"a5"],
+    [b"a0", b"a1", b"b2", b"b3", b"b4"],
+    [b"a0", b"c1", b"c2"],
+    [b"d0", b"d1", b"d2", b"d3"],
+    [b"d0", b"e1", b"e2", b"e3", b"e4", b"e5", b"e6"],
+]
+"""Chunk keys of five requests that share prefixes."""
+PARENT = {key: parent for path in PATHS for parent, key in zip([b"", *path], path, strict=False)}
+
+DRIVES, SEGMENTS_MAX = 2, 2
+CELLS, RECORDS = [4, 2], [3, 2]
+"""Cells of a slab and records of a segment, by group."""
+
+PICK = st.integers(0, 999)
+"""Chooses one of as many as there are."""
+
+ADMISSIONS = [
+    AdmissionConfig(policy="full_duplicate"),
+    AdmissionConfig(policy="dram_only"),
+    AdmissionConfig(evictions=1),
+    AdmissionConfig(evictions=2, reuses=2),
+]
+
+SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None)
+"""A few seconds. To search longer: more examples."""
+
+
+class Content(NamedTuple):
+    group: int
+    key: bytes
+    generation: int
+    sound: bool = True
+
+
+TORN = Content(-1, b"torn", -1)
+"""Bytes of a write that was planned and has not run: nobody may read them."""
+
+Place = tuple[int, Slot | Extent]
+"""(group, slot) or (group, extent). A slot of one group has another address than the same slot of another group."""
+
+
+class Chunk(NamedTuple):
+    group: int
+    key: bytes
+
+
+class Flight:
+    """A job in flight with the generation it was planned in and the ranks that have not run it yet."""
+
+    def __init__(
+        self, job: StoreJob | LoadJob | PersistJob, generation: int, ranks: int, keys: list[bytes] | None = None
+    ) -> None:
+        self.job, self.generation = job, generation
+        self.store_keys = keys or []
+        """Keys of a store's items, which the job itself does not carry."""
+        self.ranks_left = list(range(ranks))
+        self.failed: set[int] = set()
+
+    def slots(self) -> list[tuple[int, Slot]]:
+        if isinstance(self.job, PersistJob):
+            return [(self.job.group, self.job.slot)]
+        return [(item.group, item.slot) for item in self.job.items if item.slot is not None]
+
+    def extents(self) -> list[Extent]:
+        if isinstance(self.job, PersistJob):
+            return [self.job.extent]
+        if isinstance(self.job, LoadJob):
+            return [item.extent for item in self.job.items if item.extent is not None]
+        return []
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """Rules are what the connector and the workers do; the checks are the contract of `Tiers`."""
+
+    groups = 1
+
+    @initialize(
+        ranks=st.sampled_from([1, 2]),
+        slabs=st.integers(1, 3),
+        headroom=st.integers(1, 4),
+        admission=st.sampled_from(ADMISSIONS),
+        persists_max=st.sampled_from([8, 1, 2]),
+        ghosts_max=st.sampled_from([100, 1]),
+        with_ssd=st.sampled_from([True, True, False]),
+    )
+    def build(
+        self,
+        ranks: int,
+        slabs: int,
+        headroom: int,
+        admission: AdmissionConfig,
+        persists_max: int,
+        ghosts_max: int,
+        with_ssd: bool,
+    ) -> None:
+        slabs += self.groups - 1
+        self.shapes = [GroupShape(g, 16, 1, (4096, 12288)[g]) for g in range(self.groups)]
+        self.ranks, self.slabs, self.headroom = ranks, slabs, [headroom] * self.groups
+        self.cells = CELLS[: self.groups]
+        self.persist_bytes_max = persists_max * align_up(12288)
+        self.ghosts_max = ghosts_max
+        self.tiers = Tiers(
+            self.shapes,
+            SlotAllocator(slabs, self.cells),
+            ExtentAllocator(DRIVES, SEGMENTS_MAX, RECORDS[: self.groups]) if with_ssd else None,
+            make_admission(admission),
+            ghosts_max=ghosts_max,
+            headroom=self.headroom,
+            persist_bytes_max=self.persist_bytes_max,
+            ranks=ranks,
+        )
+        self.now, self.generation = 0.0, 0
+        self.flights: dict[int, Flight] = {}
+        self.contents: list[dict[Place, Content]] = [{} for _ in range(ranks)]
+        self.dram: dict[Chunk, tuple[str, Slot]] = {}
+        """("busy" | "valid" | "bad", slot)."""
+        self.ssd: dict[Chunk, tuple[str, Extent]] = {}
+        """("busy" | "valid", extent)."""
+        self.bad: set[Place] = set()
+        """Places whose failure `Tiers` has been told."""
+        self.segments_seen: set[tuple[int, int]] = set()
+        self.retired: set[tuple[int, int]] = set()
+        self.loose: set[Chunk] = set()
+        """Chunks that were in DRAM while an ancestor was unknown: their order is repaired by the next touch."""
+
+    # What the connector does.
+
+    @rule(path=st.sampled_from(PATHS), first=st.sampled_from([0, 0, 1, 2, 3]), length=st.sampled_from([6, 3, 2, 1]))
+    def store(self, path: list[bytes], first: int, length: int) -> None:
+        end = min(first + length, len(path))
+        if first >= end:
+            return
+        blocks = [[(1000 * g + i,) for i in range(end - first)] for g in range(self.groups)]
+        expected = [
+            Chunk(g, path[i])
+            for i in range(first, end)
+            for g in range(self.groups)
+            if Chunk(g, path[i]) not in self.dram and Chunk(g, path[i]) not in self.ssd
+        ]
+        used = self.slots_in_use()
+        job, went_on = self.tiers.plan_store(path, first, end, blocks)
+        assert first <= went_on <= end
+        planned = [Chunk(item.group, path[first + item.blocks[0] % 1000]) for item in job.items] if job else []
+        assert planned == [chunk for chunk in expected if path.index(chunk.key) < went_on]
+        for chunk, item in zip(planned, job.items if job else (), strict=True):
+            place = (item.group, item.slot)
+            assert place not in used, "a slot in use was handed out"
+            used.add(place)
+            self.bad.discard(place)
+            self.dram[chunk] = ("busy", item.slot)
+            for contents in self.contents:
+                contents[place] = TORN
+        if job is not None:
+            self.flights[job.job_id] = Flight(job, self.generation, self.ranks, [chunk.key for chunk in planned])
+        if went_on < end:
+            missing = [sum(chunk == Chunk(g, path[went_on]) for chunk in expected) for g in range(self.groups)]
+            assert not self.would_fit(missing), "a store stopped although its next chunk fits"
+
+    @rule(path=st.sampled_from(PATHS), first=st.sampled_from([0, 0, 1, 2]), length=st.sampled_from([6, 3, 2, 1]))
+    def load(self, path: list[bytes], first: int, length: int) -> None:
+        end = self.tiers.match(path, first, min(first + length, len(path)))
+        if end <= first:
+            return
+        dram_tokens, ssd_tokens = self.tiers.tier_tokens(path, first, end)
+        blocks = [[(1000 * g + i,) for i in range(end - first)] for g in range(self.groups)]
+        job = self.tiers.plan_load("request", path, first, end, blocks)
+        assert [(item.group, item.key) for item in job.items] == [
+            (g, key) for g in range(self.groups) for key in path[first:end]
+        ]
+        from_ssd = set()
+        for item in job.items:
+            chunk = Chunk(item.group, item.key)
+            assert (item.slot is None) != (item.extent is None)
+            if item.slot is not None:
+                assert self.dram[chunk] == ("valid", item.slot)
+            else:
+                assert item.extent is not None
+                assert self.ssd[chunk] == ("valid", item.extent)
+                assert self.dram.get(chunk, ("none",))[0] != "valid", "DRAM is the faster tier"
+                from_ssd.add(item.key)
+            place = (item.group, item.slot or item.extent)
+            assert place not in self.bad, "a bad place was offered again"
+            for contents in self.contents:
+                self.assert_holds(contents[place], chunk, self.generation)
+        assert ssd_tokens == 16 * len(from_ssd)
+        assert dram_tokens == 16 * (end - first - len(from_ssd))
+        assert self.tiers.is_loading(path[first])
+        self.flights[job.job_id] = Flight(job, self.generation, self.ranks)
+        self.touched(path, first)
+
+    @rule(path=st.sampled_from(PATHS), reused=st.integers(0, 6))
+    def touch(self, path: list[bytes], reused: int) -> None:
+        self.tiers.touch(path, len(path), min(reused, len(path)))
+        self.touched(path, len(path))
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 20.0]))
+    def make_room(self, seconds: float) -> None:
+        self.now += seconds
+        leased = {place for flight in self.flights.values() for place in flight.slots()}
+        before = dict(self.dram)
+        needed = not self.would_fit(self.coming())
+        persists = self.tiers.make_room(self.now)
+        self.drain_retired()
+        index = self.tiers.index
+        for chunk, (state, slot) in before.items():
+            row = index.rows[chunk.group].get(chunk.key)
+            if row is None or not index.dram[row]:
+                assert state == "valid"
+                assert needed, "evicted without need"
+                assert (chunk.group, slot) not in leased, "evicted under a job"
+                del self.dram[chunk]
+        for job in persists:
+            chunk, place = Chunk(job.group, job.key), (job.group, job.slot)
+            assert before[chunk] == ("valid", job.slot)
+            assert chunk in self.dram
+            assert chunk not in self.ssd, "written twice"
+            assert place not in self.bad, "a bad slot was persisted"
+            assert job.parent == PARENT[job.key]
+            segment = (job.extent.drive, job.extent.segment)
+            assert segment not in self.retired
+            self.segments_seen.add(segment)
+            assert (job.group, job.extent) not in self.contents[0], "a record was handed out twice"
+            self.ssd[chunk] = ("busy", job.extent)
+            for contents in self.contents:
+                self.assert_holds(contents[place], chunk, self.generation)
+                contents[job.group, job.extent] = TORN
+            self.flights[job.job_id] = Flight(job, self.generation, self.ranks)
+        if not self.would_fit(coming := self.coming()):
+            short = [g for g, more in enumerate(coming) if self.tiers.slots.free_in_own_slabs(g) < more]
+            assert all(index.oldest(g) == -1 for g in short), "stopped too early"
+
+    @precondition(lambda self: self.tiers.extents is None)
+    @rule(chunks=st.lists(st.tuples(st.sampled_from(sorted(PARENT)), st.integers(0, 1)), max_size=8))
+    def adopt(self, chunks: list[tuple[bytes, int]]) -> None:
+        """Open the SSD tier on a directory with found chunks; some do not fit this configuration."""
+        records = RECORDS[: self.groups]
+        self.tiers.extents = ExtentAllocator(DRIVES, SEGMENTS_MAX, records)
+        found, places = [], set()
+        for number, (key, group) in enumerate(chunks):
+            extent = Extent(number % DRIVES, 10 + (number // 4) * 2 + group, number % 4)
+            found.append(FoundChunk(group, key, PARENT[key], extent))
+            chunk = Chunk(group, key)
+            if group >= self.groups or extent.record >= records[group] or chunk in self.ssd or extent in places:
+                continue
+            places.add(extent)
+            self.ssd[chunk] = ("valid", extent)
+            self.segments_seen.add((extent.drive, extent.segment))
+            for contents in self.contents:
+                contents[group, extent] = Content(group, key, self.generation)
+        self.tiers.adopt(found, 20)
+
+    @precondition(lambda self: self.generation < 2)
+    @rule(luck=st.integers(0, 3))
+    def sometimes_reset(self, luck: int) -> None:
+        if luck == 3:
+            self.reset()
+
+    def reset(self) -> None:
+        self.tiers.reset()
+        self.generation += 1
+        self.dram.clear()
+        self.ssd.clear()
+        self.loose.clear()
+        self.drain_retired()
+
+    # What the workers and the hardware do.
+
+    @precondition(lambda self: self.flights)
+    @rule(job=PICK, rank=st.integers(0, 1), failing=st.sampled_from([(), (), (), (0,), (1, 2), (3,)]))
+    def run_rank(self, job: int, rank: int, failing: tuple[int, ...]) -> None:
+        """Any rank runs any job, and any item of it may fail."""
+        flights = list(self.flights.values())
+        flight = flights[job % len(flights)]
+        items = 1 if isinstance(flight.job, PersistJob) else len(flight.job.items)
+        rank = flight.ranks_left[rank % len(flight.ranks_left)]
+        self.run_on(flight, rank, {position for position in failing if position < items})
+
+    @precondition(lambda self: self.flights)
+    @rule(kind=st.sampled_from([StoreJob, PersistJob, LoadJob, object]))
+    def run_all(self, kind: type) -> None:
+        """Every job of a kind ends, and well unless it reads what has rotted."""
+        for flight in list(self.flights.values()):
+            if isinstance(flight.job, kind):
+                for rank in list(flight.ranks_left):
+                    self.run_on(flight, rank, set())
+
+    @precondition(lambda self: any(self.contents))
+    @rule(rank=st.integers(0, 1), place=PICK)
+    def rot(self, rank: int, place: int) -> None:
+        """A bit flips somewhere: who reads it must fail, and then never be sent there again."""
+        contents = self.contents[rank % self.ranks]
+        if contents:
+            places = list(contents)
+            rotten = places[place % len(places)]
+            contents[rotten] = contents[rotten]._replace(sound=False)
+
+    def run_on(self, flight: Flight, rank: int, failed: set[int]) -> None:
+        job, contents = flight.job, self.contents[rank]
+        if isinstance(job, StoreJob):
+            for position, (group, slot) in enumerate(flight.slots()):
+                assert contents[group, slot][:3] == TORN[:3], "somebody else wrote here"
+                if position not in failed:
+                    key = flight.store_keys[position]
+                    contents[group, slot] = Content(group, key, flight.generation)
+        elif isinstance(job, LoadJob):
+            for position, item in enumerate(job.items):
+                content = contents[item.group, item.slot or item.extent]
+                self.assert_holds(content, Chunk(item.group, item.key), flight.generation)
+                if not content.sound:
+                    failed.add(position)
+        else:
+            content = contents[job.group, job.slot]
+            self.assert_holds(content, Chunk(job.group, job.key), flight.generation)
+            if not failed:
+                contents[job.group, job.extent] = content
+        flight.ranks_left.remove(rank)
+        flight.failed |= failed
+        result = JobResult(job.job_id, tuple(sorted(failed)), "checksum" if failed else "")
+        ended = self.tiers.finished(result, self.now)
+        assert ended == (not flight.ranks_left)
+        if ended:
+            del self.flights[job.job_id]
+            self.ended(flight)
+        self.drain_retired()
+
+    def ended(self, flight: Flight) -> None:
+        """The naive meaning of a job's end."""
+        job, stale = flight.job, flight.generation != self.generation
+        if isinstance(job, StoreJob):
+            for key, (group, slot) in zip(flight.store_keys, flight.slots(), strict=True):
+                if not stale and flight.failed:
+                    del self.dram[Chunk(group, key)]
+                elif not stale:
+                    self.dram[Chunk(group, key)] = ("valid", slot)
+        elif isinstance(job, LoadJob):
+            for position in flight.failed:
+                item = job.items[position]
+                chunk = Chunk(item.group, item.key)
+                self.bad.add((item.group, item.slot or item.extent))
+                if stale:
+                    continue
+                if item.slot is not None:
+                    self.dram[chunk] = ("bad", item.slot)
+                elif self.ssd.get(chunk) == ("valid", item.extent):
+                    del self.ssd[chunk]
+            if not stale:
+                for item in job.items:
+                    self.free_bad(Chunk(item.group, item.key))
+        elif not stale:
+            chunk = Chunk(job.group, job.key)
+            evicting = self.evicted_meanwhile(chunk, job.slot)
+            if flight.failed or self.dram[chunk][0] == "bad":
+                del self.ssd[chunk]
+                if not flight.failed:
+                    self.bad.add((job.group, job.extent))
+            else:
+                self.ssd[chunk] = ("valid", job.extent)
+            if evicting:
+                del self.dram[chunk]
+            self.free_bad(chunk)
+
+    def evicted_meanwhile(self, chunk: Chunk, slot: Slot) -> bool:
+        """An eviction that waited for this write frees the slot now; a load since then would have stopped it."""
+        assert self.dram[chunk][1] == slot
+        row = self.tiers.index.rows[chunk.group].get(chunk.key)
+        gone = row is None or not self.tiers.index.dram[row]
+        if gone and self.dram[chunk][0] == "valid":
+            assert (chunk.group, slot) not in self.slots_of_flights()
+            return True
+        return False
+
+    def free_bad(self, chunk: Chunk) -> None:
+        """A bad DRAM copy goes when no load of the chunk and no write of it is in flight."""
+        if self.dram.get(chunk, ("",))[0] != "bad" or self.ssd.get(chunk, ("",))[0] == "busy":
+            return
+        for flight in self.flights.values():
+            current_load = flight.generation == self.generation and isinstance(flight.job, LoadJob)
+            if current_load and any((item.group, item.key) == chunk for item in flight.job.items):
+                return
+        del self.dram[chunk]
+
+    # Helpers.
+
+    def assert_holds(self, content: Content, chunk: Chunk, generation: int) -> None:
+        assert content[:3] == (chunk.group, chunk.key, generation), f"{chunk} would read {content}"
+
+    def slots_of_flights(self) -> set[tuple[int, Slot]]:
+        return {place for flight in self.flights.values() for place in flight.slots()}
+
+    def slots_in_use(self) -> set[tuple[int, Slot]]:
+        return self.slots_of_flights() | {(chunk.group, slot) for chunk, (_, slot) in self.dram.items()}
+
+    def coming(self) -> list[int]:
+        """Slots that the headroom still misses, by group, when what is being evicted is gone."""
+        index = self.tiers.index
+        evicting = [sum(index.evicting[row] for row in rows.values()) for rows in index.rows]
+        return [wanted - coming for wanted, coming in zip(self.headroom, evicting, strict=True)]
+
+    def would_fit(self, wanted: list[int]) -> bool:
+        """Whether that many more slots could be taken at once, counted from the slots in use."""
+        used = self.slots_in_use()
+        slabs: dict[int, int] = {}
+        for group, slot in used:
+            assert slabs.setdefault(slot.slab, group) == group, "a slab in two groups"
+        empty = self.slabs - len(slabs)
+        for group, more in enumerate(wanted):
+            own = sum(owner == group for owner in slabs.values()) * self.cells[group]
+            missing = more - (own - sum(g == group for g, _ in used))
+            empty -= max(0, -(-missing // self.cells[group]))
+        return empty >= 0
+
+    def drain_retired(self) -> None:
+        if self.tiers.extents is None:
+            return
+        busy = {(e.drive, e.segment) for flight in self.flights.values() for e in flight.extents()}
+        for segment in self.tiers.extents.retired:
+            assert segment not in self.retired, "retired twice"
+            assert segment not in busy, "retired while busy"
+            self.retired.add(segment)
+            for chunk, (state, extent) in list(self.ssd.items()):
+                if (extent.drive, extent.segment) == segment:
+                    assert state == "valid"
+                    del self.ssd[chunk]
+        self.tiers.extents.retired.clear()
+
+    def touched(self, path: list[bytes], end: int) -> None:
+        self.loose -= {Chunk(g, key) for g in range(self.groups) for key in path[:end]}
+
+    # Checks after every step.
+
+    @invariant()
+    def check(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        tiers, index = self.tiers, self.tiers.index
+        tiers.check()
+        for path in PATHS:
+            offered = 0
+            while offered < len(path) and all(self.loadable(Chunk(g, path[offered])) for g in range(self.groups)):
+                offered += 1
+            assert tiers.match(path, 0, len(path)) == offered
+        for group, rows in enumerate(index.rows):
+            known = {key for key, row in rows.items() if index.dram[row] or index.ssd[row]}
+            assert known == {c.key for c in [*self.dram, *self.ssd] if c.group == group}
+        assert sum(tiers.slots.used) == len(self.slots_in_use())
+        assert len(tiers.ghosts) <= self.ghosts_max
+        writing = sum(
+            self.shapes[flight.job.group].record_bytes
+            for flight in self.flights.values()
+            if isinstance(flight.job, PersistJob)
+        )
+        assert writing <= self.persist_bytes_max
+        if tiers.extents is not None:
+            assert tiers.extents.segments() <= DRIVES * SEGMENTS_MAX + 4
+        self.check_children_before_parents()
+
+    def loadable(self, chunk: Chunk) -> bool:
+        return self.dram.get(chunk, ("",))[0] == "valid" or self.ssd.get(chunk, ("",))[0] == "valid"
+
+    def check_children_before_parents(self) -> None:
+        """No listed chunk is older than a listed descendant, as long as its whole prefix was always known."""
+        index = self.tiers.index
+        for group, rows in enumerate(index.rows):
+            age: dict[bytes, int] = {}
+            row = index.oldest(group)
+            while row != -1:
+                age[index.key[row]] = len(age)
+                row = index._newer[row]
+            for key in sorted(rows, key=lambda key: key[1:]):
+                above = PARENT[key]
+                while above and above in rows:
+                    above = PARENT[above]
+                if above or Chunk(group, PARENT[key]) in self.loose:
+                    self.loose.add(Chunk(group, key))
+            self.loose = {chunk for chunk in self.loose if chunk.group != group or chunk.key in rows}
+            for key, place in age.items():
+                above = PARENT[key]
+                while above and Chunk(group, key) not in self.loose:
+                    assert above not in age or age[above] > place, f"{above!r} would be evicted before {key!r}"
+                    above = PARENT[above]
+
+    def teardown(self) -> None:
+        """Let everything in flight end, forget everything: every slot and segment is free, each freed once."""
+        if not hasattr(self, "tiers") or sys.exc_info()[0] is not None:
+            return
+        self.reset()
+        self.check()
+        for flight in list(self.flights.values()):
+            for rank in list(flight.ranks_left):
+                self.run_on(flight, rank, set())
+        tiers = self.tiers
+        tiers.check()
+        assert tiers.slots.used == [0] * self.groups
+        assert [tiers.slots.free(g) for g in range(self.groups)] == [self.slabs * cells for cells in self.cells]
+        assert len(tiers.index) == len(tiers.ghosts) == len(tiers.jobs) == 0
+        if tiers.extents is not None:
+            assert tiers.extents.segments() == 0
+            assert self.segments_seen <= self.retired
+
+
+class TwoGroupsMachine(TiersMachine):
+    """Two groups of different size share the slabs; every chunk needs both."""
+
+    groups = 2
+
+
+@pytest.mark.parametrize("machine", [TiersMachine, TwoGroupsMachine])
+def test_tiers_against_the_naive_model(machine: type[TiersMachine]) -> None:
+    run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("machine", [TiersMachine, TwoGroupsMachine])
+def test_a_long_random_walk_over_the_same_rules(machine: type[TiersMachine], seed: int) -> None:
+    """Hypothesis finds small failures and shrinks them; a long walk gets to full tiers and many retired segments."""
+    walk(machine(), random.Random(seed), steps=500)
+
+
+def walk(model: TiersMachine, rng: random.Random, steps: int) -> None:
+    model.build(
+        ranks=rng.choice([1, 2]),
+        slabs=rng.choice([1, 2, 3]),
+        headroom=rng.choice([1, 2, 4]),
+        admission=rng.choice(ADMISSIONS),
+        persists_max=rng.choice([1, 2, 8]),
+        ghosts_max=rng.choice([1, 100]),
+        with_ssd=True,
+    )
+    failing = [()] * 20 + [(0,), (1, 2), (3,)]
+    for _ in range(steps):
+        path, first, length = rng.choice(PATHS), rng.choice([0, 0, 0, 1, 2]), rng.choice([6, 6, 3, 1])
+        match rng.choice(["store"] * 3 + ["load"] * 3 + ["touch", "room", "room"] + ["run"] * 9 + ["all", "rare"]):
+            case "store":
+                model.store(path=path, first=first, length=length)
+            case "load":
+                model.load(path=path, first=first, length=length)
+            case "touch":
+                model.touch(path=path, reused=rng.randrange(7))
+            case "room":
+                model.make_room(seconds=rng.choice([0.0, 1.0, 20.0]))
+            case "run" if model.flights:
+                model.run_rank(job=rng.randrange(999), rank=rng.randrange(2), failing=rng.choice(failing))
+            case "all" if model.flights:
+                model.run_all(kind=rng.choice([StoreJob, PersistJob, LoadJob, object]))
+            case "rare":
+                if rng.random() < 0.3:
+                    model.rot(rank=rng.randrange(2), place=rng.randrange(999))
+                elif rng.random() < 0.1:
+                    model.reset()
+        model.check()
+    model.teardown()

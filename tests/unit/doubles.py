@@ -1,0 +1,373 @@
+"""Test doubles of the worker side: bytes that name themselves, HBM in memory, an SSD engine that fails on command."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from saria_vllm import _native
+from saria_vllm.engine import executor as executor_module
+from saria_vllm.engine.executor import Executor, Opened
+from saria_vllm.engine.jobs import LoadState
+from saria_vllm.engine.pool import DramPool
+from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
+from saria_vllm.metrics import Counts
+from saria_vllm.storage import format as fmt
+from saria_vllm.types import (
+    Extent,
+    GroupShape,
+    JobResult,
+    LoadItem,
+    LoadJob,
+    OpenSsd,
+    PersistJob,
+    Slot,
+    StoreItem,
+    StoreJob,
+)
+
+STORE_ID = b"0123456789abcdef"
+WAIT_S = 30.0
+
+
+def payload(key: bytes, nbytes: int, generation: int = 1) -> bytes:
+    """Bytes of a chunk: 16-byte words of (tag of key and generation, position), so that each one names itself."""
+    words = np.empty((-(-nbytes // 16), 2), dtype="<u8")
+    words[:, 0] = int.from_bytes(_tag(key, generation), "little")
+    words[:, 1] = np.arange(len(words))
+    return words.tobytes()[:nbytes]
+
+
+def whose(data: bytes, keys: Iterable[bytes], generations: Sequence[int] = (1, 2)) -> set[tuple[bytes, int]]:
+    """Which (key, generation) the words of `data` come from; (b"?", 0) for what is nobody's."""
+    names = {_tag(key, generation): (key, generation) for key in keys for generation in generations}
+    return {names.get(data[at : at + 8], (b"?", 0)) for at in range(0, len(data) - 15, 16)}
+
+
+def _tag(key: bytes, generation: int) -> bytes:
+    return hashlib.blake2b(key + b"|%d" % generation, digest_size=8).digest()
+
+
+class Hbm:
+    """The pages of one group: per layer an array [blocks, page bytes]."""
+
+    def __init__(self, page_bytes: Sequence[int], blocks: int) -> None:
+        self.layers = [np.zeros((blocks, nbytes), np.uint8) for nbytes in page_bytes]
+        self.block_bytes = sum(page_bytes)
+        bases = [layer.ctypes.data for layer in self.layers]
+        self.map = _native.PageMap(bases, page_bytes, page_bytes, blocks)
+
+    def write(self, blocks: Sequence[int], data: bytes) -> None:
+        """Cut `data` over the pages in a record's order: by block, then by layer."""
+        assert len(data) == len(blocks) * self.block_bytes
+        rest = np.frombuffer(data, np.uint8)
+        for block in blocks:
+            for layer in self.layers:
+                layer[block], rest = rest[: layer.shape[1]], rest[layer.shape[1] :]
+
+    def read(self, blocks: Sequence[int]) -> bytes:
+        return b"".join(layer[block].tobytes() for block in blocks for layer in self.layers)
+
+
+class FaultyMap:
+    """A `PageMap` that raises what `fault` says before it copies anything."""
+
+    def __init__(self, inner: _native.PageMap) -> None:
+        self._inner = inner
+        self.fault: Callable[[str, Any], Exception | None] = lambda _call, _blocks: None
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._inner, name)
+
+        def checked(*args: Any) -> Any:
+            error = self.fault(name, args[-1])
+            if error is not None:
+                raise error
+            return call(*args)
+
+        return checked
+
+
+class Transfer(NamedTuple):
+    kind: str
+    """"read" or "write"."""
+    number: int
+    """Counts reads and writes of one engine, each from 0."""
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class Fault:
+    """What happens to a transfer instead of the normal thing."""
+
+    result: int | None = None
+    """Reported, and nothing moved: -errno, a short count, or all bytes (a lost write)."""
+    raises: Exception | None = None
+    """Raised by the submit."""
+    flip_bit: int | None = None
+    """Of what was read."""
+    hold: threading.Event | None = None
+    """The transfer is done at once, but its end told only when this is set."""
+    delay_s: float = 0.0
+    """The same for a time."""
+
+
+Faults = Callable[[Transfer], Fault | None]
+
+
+class FaultyEngine:
+    """An `SsdEngine` over a real one. `faults` is asked once per transfer; `reap_raises` ends every reap."""
+
+    def __init__(self, inner: SsdEngine, faults: Faults) -> None:
+        self.inner, self.faults = inner, faults
+        self.name, self.depth = inner.name, inner.depth
+        self.reap_raises: Exception | None = None
+        self.submits = {"read": 0, "write": 0}
+        self.closed = False
+        self._ended: list[tuple[int, int]] = []
+        self._faults: dict[int, tuple[Fault, int, float]] = {}
+        self._held: list[tuple[int, int, Fault, float]] = []
+
+    @property
+    def in_flight(self) -> int:
+        return self.inner.in_flight + len(self._ended) + len(self._held)
+
+    def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
+        self._submit("read", fd, addr, nbytes, offset, tag)
+
+    def submit_write(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
+        self._submit("write", fd, addr, nbytes, offset, tag)
+
+    def _submit(self, kind: str, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
+        fault = self.faults(Transfer(kind, self.submits[kind], offset, nbytes))
+        self.submits[kind] += 1
+        if fault is not None and fault.raises is not None:
+            raise fault.raises
+        if fault is not None and fault.result is not None:
+            self._ended.append((tag, fault.result))
+            return
+        if fault is not None:
+            self._faults[tag] = fault, addr, time.monotonic() + fault.delay_s
+        submit = self.inner.submit_read if kind == "read" else self.inner.submit_write
+        submit(fd, addr, nbytes, offset, tag)
+
+    def reap(self, timeout_s: float) -> list[tuple[int, int]]:
+        if self.reap_raises is not None:
+            raise self.reap_raises
+        ended, self._ended = self._ended, []
+        for tag, result in self.inner.reap(0.0 if ended or not self.inner.in_flight else timeout_s):
+            fault, addr, due = self._faults.pop(tag, (Fault(), 0, 0.0))
+            if fault.flip_bit is not None:
+                ctypes.c_uint8.from_address(addr + fault.flip_bit // 8).value ^= 1 << fault.flip_bit % 8
+            self._held.append((tag, result, fault, due))
+        now = time.monotonic()
+        ready = [h for h in self._held if h[3] <= now and (h[2].hold is None or h[2].hold.is_set())]
+        self._held = [h for h in self._held if h not in ready]
+        if self._held and not ended and not ready:
+            time.sleep(min(timeout_s, 0.001))
+        return ended + [(tag, result) for tag, result, _, _ in ready]
+
+    def close(self) -> None:
+        self.closed = True
+        self.inner.close()
+
+
+def no_faults(_transfer: Transfer) -> Fault | None:
+    return None
+
+
+SHAPES = (GroupShape(0, 16, 4, 3 * 1000), GroupShape(1, 16, 2, 4096 + 8192))
+"""Two groups: records of 12,288 bytes with padding, and of 24,576 without."""
+PAGES = {0: (1000, 1500, 500), 1: (4096, 8192)}
+BLOCKS = 256
+SLAB_BYTES = 256 << 10
+SLABS = 16
+_numbers = itertools.count()
+
+
+@dataclass
+class Rig:
+    """An Executor over real parts, whose faults the test commands. One slab range per group."""
+
+    directory: Path
+    engine: str = "posix"
+    shapes: Sequence[GroupShape] = SHAPES
+    pages: Mapping[int, Sequence[int]] = field(default_factory=lambda: PAGES)
+    blocks: int = BLOCKS
+    faults: Faults = no_faults
+    drives: int = 1
+    io_threads: int = 1
+    segment_records: int = 4
+    """Of group 0; group 1 gets what fits in as many bytes."""
+    segments_max: int = 1000
+    slabs: int = SLABS
+
+    def __post_init__(self) -> None:
+        self.hbm = {group: Hbm(pages, self.blocks) for group, pages in self.pages.items()}
+        self.maps = {group: FaultyMap(hbm.map) for group, hbm in self.hbm.items()}
+        self.pool = DramPool(f"t{os.getpid()}-{next(_numbers)}", self.slabs * SLAB_BYTES, 0, 1, SLAB_BYTES)
+        self.engines: list[FaultyEngine] = []
+        self.executor = Executor(
+            self.pool,
+            self.maps,  # type: ignore[arg-type]
+            {shape.group: shape for shape in self.shapes},
+            ssd_engine=self.engine,  # type: ignore[arg-type]
+            io_threads=self.io_threads,
+        )
+        self.results: dict[int, list[JobResult]] = {}
+        self.loads: dict[int, list[LoadState]] = {}
+        self.counts: Counts = {}
+        self.messages: list[str] = []
+        self._jobs = itertools.count(1)
+
+    def open(self, generation: int = 1) -> Opened:
+        """Open the SSD tier with engines that ask `faults`."""
+        directories = [self.directory / f"drive{number}" for number in range(self.drives)]
+        for directory in directories:
+            directory.mkdir(exist_ok=True)
+        cost = fmt.segment_cost_bytes(self.shapes[0].record_bytes, self.segment_records)
+        opened = OpenSsd(tuple(map(str, directories)), generation, cost, self.segments_max)
+        self.executor.set_generation(generation)
+        real = executor_module.open_engine
+        executor_module.open_engine = self._open_engine  # type: ignore[assignment]
+        try:
+            self.executor.open_ssd(opened, 0, STORE_ID)
+            result = wait_for(self.executor.take_opened)
+        finally:
+            executor_module.open_engine = real
+        assert isinstance(result, Opened)
+        return result
+
+    def _open_engine(self, name: Any, depth: int) -> tuple[FaultyEngine, str]:
+        engine, note = open_engine(name, depth)
+        self.engines.append(FaultyEngine(engine, lambda transfer: self.faults(transfer)))
+        return self.engines[-1], note
+
+    # Bytes.
+
+    def slot(self, group: int, number: int) -> Slot:
+        """The number-th slot of a group."""
+        cells = SLAB_BYTES // self.shapes[group].record_bytes
+        slab = group * self.slabs // len(self.shapes) + number // cells
+        assert slab < self.slabs
+        return Slot(slab, number % cells)
+
+    def payload(self, group: int, key: bytes, generation: int = 1) -> bytes:
+        return payload(key, self.shapes[group].chunk_bytes, generation)
+
+    def fill(self, group: int, key: bytes, blocks: Sequence[int], generation: int = 1) -> None:
+        """What a forward does: the chunk's bytes are in these blocks."""
+        self.hbm[group].write(blocks, self.payload(group, key, generation))
+
+    def is_at(self, group: int, key: bytes, blocks: Sequence[int], generation: int = 1) -> bool:
+        return self.hbm[group].read(blocks) == self.payload(group, key, generation)
+
+    def write_slot(self, group: int, key: bytes, slot: Slot, generation: int = 1) -> None:
+        """Bytes straight into the pool."""
+        data = self.payload(group, key, generation)
+        ctypes.memmove(self.pool.address(slot, self.shapes[group].record_bytes), data, len(data))
+
+    def put_on_ssd(self, group: int, key: bytes, extent: Extent, generation: int = 1) -> JobResult:
+        """Write a chunk through the executor, and wait for it."""
+        slot = self.slot(group, 0)
+        self.write_slot(group, key, slot, generation)
+        return self.result(self.persist(group, slot, extent, key))
+
+    # Jobs.
+
+    def store(self, *items: StoreItem) -> int:
+        job_id = next(self._jobs)
+        self.executor.submit_store(StoreJob(job_id, items))
+        return job_id
+
+    def load(self, *items: LoadItem) -> int:
+        job_id = next(self._jobs)
+        self.executor.submit_load(LoadJob(job_id, f"request{job_id}", items))
+        return job_id
+
+    def persist(self, group: int, slot: Slot, extent: Extent, key: bytes, parent: bytes = b"") -> int:
+        job_id = next(self._jobs)
+        self.executor.submit_persist(PersistJob(job_id, group, slot, extent, key, parent))
+        return job_id
+
+    def poll(self) -> None:
+        results, loads, counts, messages = self.executor.poll()
+        for result in results:
+            self.results.setdefault(result.job_id, []).append(result)
+        for state in loads:
+            self.loads.setdefault(state.job.job_id, []).append(state)
+        for name, value in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + value
+        self.messages += messages
+
+    def result(self, job_id: int) -> JobResult:
+        """The one end of a store or persist."""
+        wait_for(lambda: self.poll() or job_id in self.results)
+        (result,) = self.results[job_id]
+        return result
+
+    def loaded(self, job_id: int) -> LoadState:
+        """The one end of a load."""
+        wait_for(lambda: self.poll() or job_id in self.loads)
+        (state,) = self.loads[job_id]
+        assert state.items_left == 0
+        return state
+
+    def check_quiet(self) -> None:
+        """Nothing is in flight, and every staging buffer is back; threads live."""
+        for thread in self.executor._ssd:
+            wait_for(lambda thread=thread: not (thread._in_flight or thread._reads or thread._writes))
+            wait_for(lambda thread=thread: len(thread._buffers) == thread._engine.depth)
+            assert sorted(thread._buffers) == list(range(thread._engine.depth))
+            assert thread._engine.in_flight == 0
+            assert thread._thread.is_alive()
+        assert self.executor._copier.is_alive()
+        for ends in (self.results, self.loads):
+            assert all(len(ended) == 1 for ended in ends.values())
+
+    def files(self) -> list[Path]:
+        return sorted(self.directory.glob("drive*/r0/seg-*.data"))
+
+
+def from_dram(group: int, blocks: Sequence[int], slot: Slot, key: bytes = b"k") -> LoadItem:
+    return LoadItem(group, tuple(blocks), slot, None, key)
+
+
+def from_ssd(group: int, blocks: Sequence[int], extent: Extent, key: bytes) -> LoadItem:
+    return LoadItem(group, tuple(blocks), None, extent, key)
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+    """The first true value of `condition`."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "what the test waits for does not happen"
+        time.sleep(0.0005)
+    return value
+
+
+def holdings() -> tuple[list[str], list[str], list[str]]:
+    """What must be the same before and after a test: open files, our threads, pools in /dev/shm."""
+    gc.collect()
+    files = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            files.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue  # the listing's own
+    files = [file for file in files if not file.startswith(("pipe:", "socket:", "/dev/pts"))]
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("saria")]
+    pools = [name for name in os.listdir("/dev/shm") if name.startswith(f"saria-pool-t{os.getpid()}-")]
+    return sorted(files), sorted(threads), pools

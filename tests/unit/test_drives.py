@@ -1,0 +1,142 @@
+"""Opening segment files: O_DIRECT or its fallback, allocation, modes, and numbers of closed files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from saria_vllm.errors import StorageError
+from saria_vllm.storage import drives
+from saria_vllm.storage.drives import Drive, Graveyard, read_aligned, write_aligned
+
+
+def test_probe_leaves_nothing_and_files_round_trip(tmp_path: Path) -> None:
+    drive = Drive(str(tmp_path))
+    assert os.listdir(tmp_path) == []
+    assert drive.direct == (drive.note == "")
+    path = str(tmp_path / "file")
+    fd = drive.open_segment_file(path, create=True, size=16384)
+    write_aligned(fd, b"x" * 4096, 8192)
+    assert read_aligned(fd, 8192, 4096) == bytes(4096) + b"x" * 4096
+    status = os.fstat(fd)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size == 16384
+    assert not os.get_inheritable(fd)
+    drive.drop_cache(fd)
+    os.close(fd)
+
+
+def test_existing_files_and_symlinks_are_not_opened_for_creation(tmp_path: Path) -> None:
+    drive = Drive(str(tmp_path))
+    target = tmp_path / "target"
+    target.write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(target)
+    for name in ("target", "link"):
+        with pytest.raises(FileExistsError):
+            drive.open_segment_file(str(tmp_path / name), create=True, size=4096)
+    with pytest.raises(OSError) as caught:
+        drive.open_segment_file(str(tmp_path / "link"))
+    assert caught.value.errno == errno.ELOOP
+    assert target.read_bytes() == b"mine"
+
+
+def test_reading_descriptors_cannot_write(tmp_path: Path) -> None:
+    drive = Drive(str(tmp_path))
+    path = str(tmp_path / "file")
+    os.close(drive.open_segment_file(path, create=True, size=4096))
+    fd = drive.open_segment_file(path)
+    with pytest.raises(OSError):
+        write_aligned(fd, bytes(4096), 0)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("where", ["open", "pwrite"])
+def test_without_o_direct_files_are_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int, where: str
+) -> None:
+    real_open, real_pwrite = os.open, os.pwrite
+    direct: set[int] = set()
+
+    def fake_open(path: str, flags: int, mode: int = 0o777) -> int:
+        fd = real_open(path, flags & ~os.O_DIRECT, mode)
+        if flags & os.O_DIRECT:
+            if where == "open":
+                os.close(fd)  # as Linux does: the file is there already
+                raise OSError(refusal, "refused")
+            direct.add(fd)
+        else:
+            direct.discard(fd)
+        return fd
+
+    def fake_pwrite(fd: int, data: bytes, offset: int) -> int:
+        if fd in direct:
+            raise OSError(refusal, "refused")
+        return real_pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "open", fake_open)
+    monkeypatch.setattr(os, "pwrite", fake_pwrite)
+    drive = Drive(str(tmp_path))
+    assert not drive.direct
+    assert "buffered" in drive.note
+    fd = drive.open_segment_file(str(tmp_path / "file"), create=True, size=4096)
+    write_aligned(fd, b"y" * 4096, 0)
+    assert read_aligned(fd, 4096, 0) == b"y" * 4096
+    drive.drop_cache(fd)
+    os.close(fd)
+
+
+def test_allocation_falls_back_and_a_full_drive_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(str(tmp_path))
+    error = errno.EOPNOTSUPP
+
+    def fake(fd: int, offset: int, size: int) -> None:
+        raise OSError(error, "refused")
+
+    monkeypatch.setattr(os, "posix_fallocate", fake)
+    fd = drive.open_segment_file(str(tmp_path / "a"), create=True, size=8192)
+    assert os.fstat(fd).st_size == 8192
+    os.close(fd)
+    error = errno.ENOSPC
+    with pytest.raises(OSError, match="refused"):
+        drive.open_segment_file(str(tmp_path / "b"), create=True, size=8192)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_lying_and_missing_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError):
+        Drive(str(tmp_path / "missing"))
+    monkeypatch.setattr(drives, "read_aligned", lambda fd, nbytes, offset: bytes(nbytes))
+    with pytest.raises(StorageError, match="probe"):
+        Drive(str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_short_writes_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 1)
+    with pytest.raises(OSError, match="wrote 1 of 4096"):
+        write_aligned(0, bytes(4096), 0)
+
+
+def test_buried_numbers_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "STALE_FDS_MAX", 2)
+    graveyard = Graveyard()
+    fds = []
+    for name in "abc":
+        fd = os.open(tmp_path / name, os.O_RDWR | os.O_CREAT)
+        os.write(fd, b"old")
+        fds.append(fd)
+    for fd in fds:
+        graveyard.bury(fd)
+    graveyard.bury(-1)
+    for fd in fds[1:]:
+        assert os.pread(fd, 3, 0) == b""
+        os.pwrite(fd, b"new", 0)
+    with pytest.raises(OSError):
+        os.pread(fds[0], 3, 0)
+    graveyard.close()
+    assert {(tmp_path / name).read_bytes() for name in "abc"} == {b"old"}

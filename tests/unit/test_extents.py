@@ -1,0 +1,186 @@
+"""SSD records: filling, retiring oldest first under the cap, leases, pauses, adoption and reset."""
+
+from __future__ import annotations
+
+import pytest
+
+from saria_vllm.policy.extents import DRIVE_PAUSE_S, ExtentAllocator
+from saria_vllm.types import Extent
+
+
+def write(extents: ExtentAllocator, row: int, group: int = 0, now: float = 0.0) -> tuple[Extent | None, list[int]]:
+    """One write that ends well at once."""
+    extent, lost = extents.take(group, now)
+    if extent is not None:
+        extents.segment(extent).rows[extent.record] = row
+        extents.release(extent)
+    return extent, list(lost)
+
+
+def test_segments_are_filled_in_order_and_ids_never_repeat() -> None:
+    extents = ExtentAllocator(1, 10, [2], next_segment=5)
+    assert [write(extents, row)[0] for row in range(5)] == [
+        Extent(0, 5, 0), Extent(0, 5, 1), Extent(0, 6, 0), Extent(0, 6, 1), Extent(0, 7, 0),
+    ]  # fmt: skip
+
+
+def test_drives_take_turns_and_groups_have_segments_of_their_own() -> None:
+    extents = ExtentAllocator(2, 10, [4, 2])
+    places = [write(extents, row, group)[0] for row, group in enumerate([0, 0, 1, 1, 0, 0])]
+    assert [place.drive for place in places if place] == [1, 0, 1, 0, 1, 0]
+    assert len({(place.drive, place.segment) for place in places if place}) == 4
+    assert extents.segments() == 4
+
+
+def test_the_oldest_segment_is_retired_under_the_cap() -> None:
+    extents = ExtentAllocator(1, 2, [2])
+    for row in range(4):
+        assert write(extents, row)[1] == []
+    extent, lost = write(extents, 4)
+    assert extent == Extent(0, 2, 0)
+    assert lost == [0, 1]
+    assert extents.retired == [(0, 0)]
+    write(extents, 5)
+    assert write(extents, 6)[1] == [2, 3]
+    assert extents.retired == [(0, 0), (0, 1)]
+    assert extents.segments() == 2
+
+
+def test_records_that_are_not_readable_are_not_lost() -> None:
+    extents = ExtentAllocator(1, 1, [3])
+    for row in (7, 8, 9):
+        write(extents, row)
+    extents.segment(Extent(0, 0, 1)).rows[1] = -1
+    assert write(extents, 10)[1] == [7, 9]
+
+
+def test_a_leased_segment_is_passed_over_and_the_next_oldest_goes() -> None:
+    extents = ExtentAllocator(1, 2, [2])
+    for row in range(4):
+        write(extents, row)
+    extents.segment(Extent(0, 0, 0)).busy += 1
+    assert write(extents, 4)[1] == [2, 3]
+    assert extents.retired == [(0, 1)]
+    extents.release(Extent(0, 0, 0))
+    write(extents, 5)
+    assert write(extents, 6)[1] == [0, 1]
+
+
+def test_nothing_is_written_while_every_segment_is_busy() -> None:
+    extents = ExtentAllocator(1, 2, [1])
+    first, _ = extents.take(0, 0.0)
+    assert first is not None
+    second, _ = extents.take(0, 0.0)
+    assert second is not None
+    assert extents.take(0, 0.0)[0] is None
+    assert extents.retired == []
+    extents.release(first)
+    assert extents.take(0, 0.0)[0] == Extent(0, 2, 0)
+
+
+def test_the_open_segment_of_another_group_is_retired_last() -> None:
+    extents = ExtentAllocator(1, 2, [4, 1])
+    write(extents, 0, group=0)
+    write(extents, 1, group=1)
+    assert write(extents, 2, group=1)[1] == [1], "the full one, though the open one is older"
+    write(extents, 3, group=0)
+    extents = ExtentAllocator(1, 1, [4, 1])
+    write(extents, 0, group=0)
+    assert write(extents, 1, group=1)[1] == [0], "the open one when there is no other"
+    assert write(extents, 2, group=0)[0] == Extent(0, 2, 0), "its group opens a new one"
+
+
+def test_a_drive_that_failed_a_write_is_paused() -> None:
+    extents = ExtentAllocator(2, 10, [4])
+    extents.pause(1, now=100.0)
+    places = [write(extents, row, now=100.0 + DRIVE_PAUSE_S - 0.1)[0] for row in range(3)]
+    assert [place.drive for place in places if place] == [0, 0, 0]
+    places = [write(extents, row, now=100.0 + DRIVE_PAUSE_S)[0] for row in range(2)]
+    assert {place.drive for place in places if place} == {0, 1}
+    extents.pause(0, now=200.0)
+    extents.pause(1, now=200.0)
+    assert extents.take(0, 200.0)[0] is None
+
+
+def test_a_group_whose_record_does_not_fit_a_segment_is_not_written() -> None:
+    extents = ExtentAllocator(1, 2, [0, 1])
+    assert extents.take(0, 0.0)[0] is None
+    assert extents.take(1, 0.0)[0] is not None
+
+
+def test_a_cap_of_no_segments_takes_nothing() -> None:
+    assert ExtentAllocator(1, 0, [4]).take(0, 0.0)[0] is None
+
+
+def test_adopted_segments_are_read_not_filled_and_retired_by_age() -> None:
+    extents = ExtentAllocator(2, 2, [3])
+    assert extents.adopt(Extent(0, 9, 1), 0, row=1)
+    assert extents.adopt(Extent(0, 4, 0), 0, row=2)
+    assert extents.adopt(Extent(0, 4, 2), 0, row=3)
+    extents.end_adoption(12, ())
+    assert list(extents.segment(Extent(0, 4, 0)).rows) == [2, -1, 3]
+    assert write(extents, 10)[0] == Extent(1, 12, 0)
+    extent, lost = write(extents, 11)
+    assert extent == Extent(0, 13, 0)
+    assert lost == [2, 3]
+    assert extents.retired == [(0, 4)]
+
+
+def test_more_adopted_segments_than_the_cap_are_retired_down_to_it() -> None:
+    extents = ExtentAllocator(1, 2, [1])
+    for segment in range(5):
+        assert extents.adopt(Extent(0, segment, 0), 0, row=segment)
+    extents.end_adoption(5, ())
+    assert write(extents, 9)[1] == [0, 1, 2, 3]
+    assert extents.segments() == 2
+
+
+@pytest.mark.parametrize(
+    "extent", [Extent(2, 0, 0), Extent(-1, 0, 0), Extent(0, 0, 3), Extent(0, 0, -1)], ids=lambda extent: str(extent)
+)
+def test_a_record_of_another_configuration_is_not_adopted(extent: Extent) -> None:
+    assert not ExtentAllocator(2, 4, [3]).adopt(extent, 0, row=1)
+
+
+def test_a_record_or_segment_is_adopted_for_one_chunk_and_group() -> None:
+    extents = ExtentAllocator(1, 4, [3, 3])
+    assert extents.adopt(Extent(0, 0, 0), 0, row=1)
+    assert not extents.adopt(Extent(0, 0, 0), 0, row=2)
+    assert not extents.adopt(Extent(0, 0, 1), 1, row=2)
+
+
+def test_new_ids_are_above_every_adopted_one() -> None:
+    extents = ExtentAllocator(1, 9, [1])
+    extents.adopt(Extent(0, 30, 0), 0, row=1)
+    extents.end_adoption(7, ())
+    assert write(extents, 2)[0] == Extent(0, 31, 0)
+
+
+def test_reset_retires_idle_segments_at_once_and_busy_ones_with_their_last_job() -> None:
+    extents = ExtentAllocator(1, 3, [2])
+    for row in range(2):
+        write(extents, row)
+    busy, _ = extents.take(0, 0.0)
+    again, _ = extents.take(0, 0.0)
+    assert busy is not None
+    assert again is not None
+    fresh = extents.drop_all([busy, again])
+    assert fresh.retired == [(0, 0)]
+    assert fresh.segments() == 1
+    extent, _ = fresh.take(0, 0.0)
+    assert extent == Extent(0, 2, 0), "an old segment is not filled on and its id not used again"
+    fresh.release(busy)
+    assert fresh.retired == [(0, 0)]
+    fresh.release(again)
+    assert fresh.retired == [(0, 0), (0, 1)]
+    assert fresh.segments() == 1
+
+
+def test_a_pause_and_undrained_retirements_survive_a_reset() -> None:
+    extents = ExtentAllocator(1, 1, [1])
+    write(extents, 0)
+    write(extents, 1)
+    extents.pause(0, now=50.0)
+    fresh = extents.drop_all([])
+    assert fresh.retired == [(0, 0), (0, 1)]
+    assert fresh.take(0, 51.0)[0] is None

@@ -1,0 +1,653 @@
+"""`Tiers` example by example; `tests/model/test_tiers_model.py` tries the orders nobody thought of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy.admission import make_admission
+from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.slots import SlotAllocator
+from saria_vllm.policy.tiers import Tiers
+from saria_vllm.types import Extent, FoundChunk, GroupShape, JobResult, LoadJob, PersistJob, StoreJob
+
+RECORD = 4096
+KEYS = [b"k%d" % i for i in range(12)]
+
+
+def make_tiers(
+    slots: int = 8,
+    *,
+    admission: AdmissionConfig | None = None,
+    headroom: int = 2,
+    persist_records: int = 8,
+    segments_max: int = 4,
+    records: int = 2,
+    ranks: int = 1,
+    ssd: bool = True,
+    ghosts_max: int = 100,
+) -> Tiers:
+    """One group, one slot per slab cell, one drive."""
+    return Tiers(
+        [GroupShape(0, 16, 1, RECORD)],
+        SlotAllocator(1, [slots]),
+        ExtentAllocator(1, segments_max, [records]) if ssd else None,
+        make_admission(admission or AdmissionConfig(policy="full_duplicate")),
+        ghosts_max=ghosts_max,
+        headroom=[headroom],
+        persist_bytes_max=persist_records * RECORD,
+        ranks=ranks,
+    )
+
+
+def blocks(first: int, end: int, groups: int = 1) -> list[list[tuple[int, ...]]]:
+    return [[(position,) for position in range(first, end)] for _ in range(groups)]
+
+
+def plan_store(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | None = None) -> StoreJob:
+    end = len(keys) if end is None else end
+    job, went_on = tiers.plan_store(keys, first, end, blocks(first, end, len(tiers.shapes)))
+    assert job is not None
+    assert went_on == end
+    return job
+
+
+def plan_load(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | None = None) -> LoadJob:
+    end = len(keys) if end is None else end
+    assert tiers.match(keys, first, end) == end
+    return tiers.plan_load("r", keys, first, end, blocks(first, end, len(tiers.shapes)))
+
+
+def end(tiers: Tiers, *jobs: StoreJob | LoadJob | PersistJob, failed: tuple[int, ...] = (), now: float = 0.0) -> None:
+    for job in jobs:
+        tiers.finished(JobResult(job.job_id, failed, "checksum" if failed else ""), now)
+        tiers.check()
+
+
+def store(tiers: Tiers, keys: Sequence[bytes], first: int = 0) -> None:
+    end(tiers, plan_store(tiers, keys, first))
+
+
+def evict_all(tiers: Tiers, now: float = 0.0) -> list[PersistJob]:
+    """Ask for more room than there is."""
+    headroom, tiers._headroom = tiers._headroom, [10**6] * len(tiers.shapes)
+    jobs = tiers.make_room(now)
+    tiers._headroom = headroom
+    tiers.check()
+    return jobs
+
+
+def eviction_order(tiers: Tiers, group: int = 0) -> list[bytes]:
+    index, keys = tiers.index, []
+    row = index.oldest(group)
+    while row != -1:
+        keys.append(index.key[row])
+        row = index._newer[row]
+    return keys
+
+
+DRAM_ONLY = AdmissionConfig(policy="dram_only")
+
+
+# Stores and matches.
+
+
+def test_a_store_is_offered_only_when_every_rank_has_ended() -> None:
+    tiers = make_tiers(ranks=2)
+    job = plan_store(tiers, KEYS[:3])
+    assert not tiers.finished(JobResult(job.job_id), 0.0)
+    assert tiers.match(KEYS, 0, 12) == 0
+    assert tiers.finished(JobResult(job.job_id), 0.0)
+    assert tiers.match(KEYS, 0, 12) == 3
+    assert tiers.match(KEYS, 1, 2) == 2
+    assert tiers.match(KEYS, 5, 12) == 5
+
+
+def test_what_is_known_or_on_its_way_is_not_stored_again() -> None:
+    tiers = make_tiers()
+    job = plan_store(tiers, KEYS[:3])
+    assert tiers.plan_store(KEYS, 0, 3, blocks(0, 3)) == (None, 3)
+    second = plan_store(tiers, KEYS[:5])
+    assert [item.blocks for item in second.items] == [(3,), (4,)]
+    end(tiers, job, second)
+    assert tiers.match(KEYS, 0, 12) == 5
+
+
+def test_a_store_goes_as_far_as_there_are_slots_and_goes_on_later() -> None:
+    tiers = make_tiers(4, admission=DRAM_ONLY)
+    job, went_on = tiers.plan_store(KEYS, 0, 6, blocks(0, 6))
+    assert job is not None
+    assert (len(job.items), went_on) == (4, 4)
+    assert tiers.plan_store(KEYS, 4, 6, blocks(4, 6)) == (None, 4)
+    assert tiers.make_room(0.0) == []
+    end(tiers, job)
+    tiers.make_room(0.0)
+    _, went_on = tiers.plan_store(KEYS, 4, 6, blocks(4, 6))
+    assert went_on == 6
+
+
+def test_a_failed_store_on_one_rank_stores_nothing() -> None:
+    tiers = make_tiers(ranks=2)
+    job = plan_store(tiers, KEYS[:3])
+    tiers.finished(JobResult(job.job_id, (1,), "other"), 0.0)
+    tiers.finished(JobResult(job.job_id), 0.0)
+    tiers.check()
+    assert tiers.match(KEYS, 0, 3) == 0
+    assert tiers.slots.used == [0]
+    assert tiers.counts["errors:other"] == 1
+    assert "stored_chunks" not in tiers.counts
+
+
+# Recency: children before parents.
+
+
+def test_children_of_one_store_are_evicted_before_their_parents() -> None:
+    tiers = make_tiers(admission=DRAM_ONLY)
+    store(tiers, KEYS[:3])
+    store(tiers, KEYS[:5])
+    assert eviction_order(tiers) == [b"k4", b"k3", b"k2", b"k1", b"k0"]
+
+
+def test_touch_moves_a_whole_prefix_and_keeps_the_order() -> None:
+    tiers = make_tiers(admission=DRAM_ONLY)
+    store(tiers, KEYS[:3])
+    store(tiers, [b"other0", b"other1"])
+    tiers.touch(KEYS[:3], 3, 0)
+    assert eviction_order(tiers) == [b"other1", b"other0", b"k2", b"k1", b"k0"]
+    tiers.touch([b"other0", b"other1", b"unknown"], 1, 0)
+    assert eviction_order(tiers) == [b"other1", b"k2", b"k1", b"k0", b"other0"]
+
+
+def test_a_loaded_span_goes_behind_the_prefix_that_was_in_hbm() -> None:
+    tiers = make_tiers(admission=DRAM_ONLY)
+    store(tiers, KEYS[:4])
+    store(tiers, [b"other"])
+    job = plan_load(tiers, KEYS[:4], first=2)
+    assert eviction_order(tiers) == [b"other", b"k1", b"k0"]
+    end(tiers, job)
+    assert eviction_order(tiers) == [b"other", b"k3", b"k2", b"k1", b"k0"]
+
+
+def test_persisting_does_not_change_the_order() -> None:
+    """full_duplicate writes every chunk right after its store, parents first."""
+    tiers = make_tiers()
+    store(tiers, KEYS[:4])
+    jobs = tiers.make_room(0.0)
+    assert [job.key for job in jobs] == KEYS[:4]
+    end(tiers, *jobs)
+    assert eviction_order(tiers) == [b"k3", b"k2", b"k1", b"k0"]
+
+
+def test_a_row_joins_behind_its_nearest_listed_ancestor() -> None:
+    tiers = make_tiers(admission=DRAM_ONLY)
+    store(tiers, KEYS[:5])
+    load_1, load_3 = plan_load(tiers, KEYS[:5], 1, 2), plan_load(tiers, KEYS[:5], 2, 4)
+    end(tiers, load_3)
+    end(tiers, load_1)
+    assert eviction_order(tiers) == [b"k4", b"k3", b"k2", b"k1", b"k0"]
+
+
+# Eviction.
+
+
+def test_make_room_evicts_to_the_headroom_and_no_further() -> None:
+    tiers = make_tiers(8, admission=DRAM_ONLY, headroom=3)
+    store(tiers, KEYS[:5])
+    tiers.make_room(0.0)
+    assert tiers.match(KEYS, 0, 12) == 5
+    store(tiers, KEYS[:7])
+    tiers.make_room(0.0)
+    assert tiers.match(KEYS, 0, 12) == 5
+    assert tiers.slots.free(0) == 3
+    assert tiers.counts["evicted_chunks:dropped"] == 2
+
+
+def test_slots_on_their_way_count_as_headroom() -> None:
+    tiers = make_tiers(8, admission=AdmissionConfig(evictions=1), headroom=3)
+    store(tiers, KEYS[:8])
+    jobs = tiers.make_room(0.0)
+    assert len(jobs) == 3
+    assert tiers.make_room(0.0) == []
+    assert tiers.match(KEYS, 0, 12) == 8, "still a hit while it is written"
+    end(tiers, *jobs)
+    assert tiers.slots.free(0) == 3
+    assert tiers.match(KEYS, 0, 12) == 8, "now from SSD"
+    assert tiers.tier_tokens(KEYS, 0, 8) == (5 * 16, 3 * 16)
+
+
+def test_leased_chunks_are_not_evicted() -> None:
+    tiers = make_tiers(4, admission=DRAM_ONLY, headroom=4)
+    store(tiers, KEYS[:4])
+    job = plan_load(tiers, KEYS[:4])
+    tiers.make_room(0.0)
+    assert tiers.slots.free(0) == 0
+    end(tiers, job)
+    tiers.make_room(0.0)
+    assert tiers.slots.free(0) == 4
+
+
+def test_two_groups_that_share_the_last_empty_slab_both_get_room() -> None:
+    """Each group alone would count the slab as its own, and nothing would be evicted or stored ever again."""
+    tiers = Tiers(
+        [GroupShape(0, 16, 1, RECORD), GroupShape(1, 16, 1, RECORD)],
+        SlotAllocator(3, [1, 1]),
+        None,
+        make_admission(DRAM_ONLY),
+        ghosts_max=9,
+        headroom=[1, 1],
+        persist_bytes_max=RECORD,
+    )
+    for key in KEYS:
+        tiers.make_room(0.0)
+        store(tiers, [key])
+    assert tiers.match(KEYS, 11, 12) == 12
+
+
+# Admission.
+
+
+def test_the_second_eviction_persists_by_default() -> None:
+    tiers = make_tiers(admission=AdmissionConfig())
+    store(tiers, KEYS[:1])
+    assert evict_all(tiers) == []
+    assert tiers.match(KEYS, 0, 1) == 0
+    store(tiers, KEYS[:1])
+    (job,) = evict_all(tiers)
+    assert (job.key, job.parent) == (b"k0", b"")
+    end(tiers, job)
+    assert tiers.counts["admission:not_yet"] == tiers.counts["admission:eviction_count"] == 1
+    assert tiers.tier_tokens(KEYS, 0, 1) == (0, 16)
+
+
+def test_a_forgotten_ghost_starts_again() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(), ghosts_max=1)
+    store(tiers, [b"x"])
+    evict_all(tiers)
+    store(tiers, [b"y"])
+    evict_all(tiers)
+    store(tiers, [b"x"])
+    assert evict_all(tiers) == []
+
+
+def test_the_nth_reuse_persists_before_eviction() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(reuses=2))
+    store(tiers, KEYS[:2])
+    tiers.touch(KEYS, 2, 1)
+    assert tiers.make_room(0.0) == []
+    tiers.touch(KEYS, 2, 1)
+    (job,) = tiers.make_room(0.0)
+    assert job.key == b"k0"
+    end(tiers, job)
+    tiers.touch(KEYS, 2, 1)
+    assert tiers.make_room(0.0) == [], "written once"
+    assert evict_all(tiers) == []
+    assert tiers.counts["evicted_chunks:already_on_ssd"] == 1
+
+
+def test_full_duplicate_writes_each_chunk_once_before_eviction() -> None:
+    tiers = make_tiers()
+    store(tiers, KEYS[:3])
+    jobs = tiers.make_room(0.0)
+    assert [job.key for job in jobs] == KEYS[:3]
+    end(tiers, *jobs)
+    assert evict_all(tiers) == []
+    assert tiers.match(KEYS, 0, 12) == 3
+    assert tiers.counts["admission:every_chunk"] == tiers.counts["persisted_chunks"] == 3
+
+
+def test_dram_only_never_writes() -> None:
+    tiers = make_tiers(admission=DRAM_ONLY)
+    for _ in range(5):
+        store(tiers, KEYS[:3])
+        tiers.touch(KEYS, 3, 3)
+        assert tiers.make_room(0.0) == []
+        assert evict_all(tiers) == []
+    assert tiers.counts["dropped_chunks:not_admitted"] == 15
+
+
+def test_without_an_ssd_what_is_admitted_is_dropped_and_counted() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(evictions=1), ssd=False)
+    store(tiers, KEYS[:2])
+    assert evict_all(tiers) == []
+    assert tiers.counts["dropped_chunks:ssd_off"] == 2
+    assert tiers.slots.used == [0]
+
+
+# Persisting.
+
+
+def test_over_the_persist_bound_evicted_chunks_are_dropped_and_counted() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(evictions=1), persist_records=2)
+    store(tiers, KEYS[:5])
+    jobs = evict_all(tiers)
+    assert [job.key for job in jobs] == [b"k4", b"k3"]
+    assert tiers.counts["dropped_chunks:persist_queue_full"] == 3
+    assert tiers.counts["evicted_chunks:dropped"] == 3
+    end(tiers, *jobs)
+    store(tiers, KEYS[:1])
+    assert len(evict_all(tiers)) == 1, "ended writes make room in the bound"
+
+
+def test_over_the_persist_bound_early_persists_wait() -> None:
+    tiers = make_tiers(persist_records=2)
+    store(tiers, KEYS[:5])
+    written = []
+    for expected in (2, 2, 1, 0):
+        jobs = tiers.make_room(0.0)
+        assert len(jobs) == expected
+        written += [job.key for job in jobs]
+        assert tiers.make_room(0.0) == []
+        end(tiers, *jobs)
+    assert written == KEYS[:5]
+    assert "dropped_chunks:persist_queue_full" not in tiers.counts
+
+
+def test_a_record_larger_than_the_bound_is_written_alone() -> None:
+    tiers = make_tiers(persist_records=0)
+    store(tiers, KEYS[:2])
+    assert len(tiers.make_room(0.0)) == 1
+
+
+def test_a_load_during_the_write_of_an_evicted_chunk_rescues_it() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(evictions=1))
+    store(tiers, KEYS[:1])
+    (persist,) = evict_all(tiers)
+    load = plan_load(tiers, KEYS[:1])
+    assert load.items[0].slot == persist.slot
+    end(tiers, persist)
+    assert tiers.slots.used == [1], "the slot is being read"
+    end(tiers, load)
+    assert tiers.tier_tokens(KEYS, 0, 1) == (16, 0), "kept in DRAM"
+    assert eviction_order(tiers) == [b"k0"]
+    assert evict_all(tiers) == []
+    assert tiers.counts["evicted_chunks:already_on_ssd"] == 1
+
+
+def test_evicting_a_chunk_that_is_being_written_waits_for_that_write() -> None:
+    tiers = make_tiers()
+    store(tiers, KEYS[:1])
+    (persist,) = tiers.make_room(0.0)
+    assert evict_all(tiers) == []
+    assert tiers.match(KEYS, 0, 1) == 1
+    end(tiers, persist)
+    assert tiers.slots.used == [0]
+    assert tiers.tier_tokens(KEYS, 0, 1) == (0, 16)
+
+
+def test_a_failed_write_pauses_the_drive_and_drops_the_evicted_chunk() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(evictions=1))
+    store(tiers, KEYS[:3])
+    first, *rest = evict_all(tiers)
+    end(tiers, first, failed=(0,), now=100.0)
+    end(tiers, *rest)
+    assert tiers.match([first.key], 0, 1) == 0
+    assert tiers.counts["errors:checksum"] == 1
+    store(tiers, [b"x", b"y"])
+    assert evict_all(tiers, now=109.0) == []
+    assert tiers.counts["dropped_chunks:ssd_full"] == 2
+    store(tiers, [b"x"])
+    assert len(evict_all(tiers, now=110.0)) == 1
+
+
+def test_a_failed_early_write_keeps_the_chunk_in_dram() -> None:
+    tiers = make_tiers()
+    store(tiers, KEYS[:1])
+    (persist,) = tiers.make_room(0.0)
+    end(tiers, persist, failed=(0,))
+    assert tiers.tier_tokens(KEYS, 0, 1) == (16, 0)
+    (again,) = evict_all(tiers, now=60.0)
+    assert again.extent != persist.extent
+
+
+def on_ssd(tiers: Tiers, keys: Sequence[bytes]) -> None:
+    store(tiers, keys)
+    end(tiers, *tiers.make_room(0.0))
+    assert evict_all(tiers) == []
+
+
+def test_under_the_cap_the_oldest_segment_goes_with_its_chunks() -> None:
+    tiers = make_tiers(records=2, segments_max=2)
+    on_ssd(tiers, [b"a", b"b"])
+    on_ssd(tiers, [b"c", b"d"])
+    on_ssd(tiers, [b"e"])
+    assert [tiers.match([key], 0, 1) for key in (b"a", b"b", b"c", b"d", b"e")] == [0, 0, 1, 1, 1]
+    assert tiers.counts["retired_chunks"] == 2
+    assert tiers.extents is not None
+    assert tiers.extents.retired == [(0, 0)]
+
+
+def test_a_segment_that_is_being_read_is_not_retired() -> None:
+    tiers = make_tiers(records=2, segments_max=2)
+    on_ssd(tiers, [b"a", b"b"])
+    on_ssd(tiers, [b"c", b"d"])
+    load = plan_load(tiers, [b"a"])
+    on_ssd(tiers, [b"e"])
+    assert [tiers.match([key], 0, 1) for key in (b"a", b"b", b"c", b"d")] == [1, 1, 0, 0]
+    end(tiers, load)
+    on_ssd(tiers, [b"f", b"g"])
+    assert tiers.match([b"a"], 0, 1) == 0
+
+
+def test_a_chunk_in_dram_survives_the_retirement_of_its_ssd_copy() -> None:
+    tiers = make_tiers(records=1, segments_max=1)
+    store(tiers, [b"a"])
+    end(tiers, *tiers.make_room(0.0))
+    on_ssd_job = plan_store(tiers, [b"b"])
+    end(tiers, on_ssd_job)
+    end(tiers, *tiers.make_room(0.0))
+    assert tiers.tier_tokens([b"a", b"b"], 0, 2) == (32, 0)
+    assert len(evict_all(tiers)) == 1, "only the retired one is written again"
+
+
+# Failed loads.
+
+
+def test_a_chunk_that_failed_to_load_from_ssd_is_not_offered_again() -> None:
+    tiers = make_tiers(ranks=2)
+    job = plan_store(tiers, KEYS[:3])
+    end(tiers, job, job)
+    for persist in tiers.make_room(0.0):
+        end(tiers, persist, persist)
+    evict_all(tiers)
+    load = plan_load(tiers, KEYS[:3])
+    assert all(item.extent is not None for item in load.items)
+    tiers.finished(JobResult(load.job_id, (1,), "checksum"), 0.0)
+    tiers.finished(JobResult(load.job_id), 0.0)
+    tiers.check()
+    assert tiers.match(KEYS, 0, 3) == 1
+    assert tiers.match(KEYS, 2, 3) == 3
+    assert tiers.counts["loads:failed"] == 1
+    assert "hit_tokens:ssd" not in tiers.counts
+
+
+def test_a_chunk_that_failed_to_load_from_dram_is_not_offered_again_though_another_load_reads_it() -> None:
+    tiers = make_tiers()
+    store(tiers, KEYS[:2])
+    bad, other = plan_load(tiers, KEYS[:2]), plan_load(tiers, KEYS[:2])
+    end(tiers, bad, failed=(0,))
+    assert tiers.match(KEYS, 0, 2) == 0
+    assert tiers.slots.used == [2], "the other load still reads the slot"
+    end(tiers, other)
+    assert tiers.match(KEYS, 0, 2) == 0
+    assert tiers.slots.used == [1]
+    store(tiers, KEYS[:2])
+    assert tiers.match(KEYS, 0, 2) == 2
+
+
+def test_a_bad_dram_copy_is_not_trusted_on_ssd_either() -> None:
+    tiers = make_tiers()
+    store(tiers, KEYS[:1])
+    load = plan_load(tiers, KEYS[:1])
+    (persist,) = tiers.make_room(0.0)
+    end(tiers, load, failed=(0,))
+    assert tiers.match(KEYS, 0, 1) == 0
+    assert tiers.slots.used == [1], "still being written from"
+    end(tiers, persist)
+    assert tiers.match(KEYS, 0, 1) == 0
+    assert tiers.slots.used == [0]
+
+
+def test_two_loads_of_one_bad_record_end_while_the_chunk_is_stored_again() -> None:
+    tiers = make_tiers()
+    on_ssd(tiers, KEYS[:1])
+    first, second = plan_load(tiers, KEYS[:1]), plan_load(tiers, KEYS[:1])
+    end(tiers, first, failed=(0,))
+    again = plan_store(tiers, KEYS[:1])
+    end(tiers, again)
+    (persist,) = tiers.make_room(0.0)
+    end(tiers, persist)
+    end(tiers, second, failed=(0,))
+    assert tiers.match(KEYS, 0, 1) == 1, "the better copies are kept"
+    evict_all(tiers)
+    assert plan_load(tiers, KEYS[:1]).items[0].extent == persist.extent
+
+
+def test_shared_loads_are_counted() -> None:
+    tiers = make_tiers()
+    store(tiers, KEYS[:1])
+    assert not tiers.is_loading(KEYS[0])
+    first, second = plan_load(tiers, KEYS[:1]), plan_load(tiers, KEYS[:1])
+    end(tiers, first)
+    assert tiers.is_loading(KEYS[0])
+    end(tiers, second)
+    assert not tiers.is_loading(KEYS[0])
+    assert tiers.counts["hit_tokens:dram"] == 32
+
+
+# Recovery and reset.
+
+
+def found(key: bytes, parent: bytes, segment: int, record: int, group: int = 0, drive: int = 0) -> FoundChunk:
+    return FoundChunk(group, key, parent, Extent(drive, segment, record))
+
+
+def test_found_chunks_are_offered_from_where_they_were_found() -> None:
+    tiers = make_tiers(records=2)
+    tiers.adopt([found(b"k0", b"", 3, 1), found(b"k1", b"k0", 7, 0)], next_segment=9)
+    tiers.check()
+    load = plan_load(tiers, KEYS[:2])
+    assert [item.extent for item in load.items] == [Extent(0, 3, 1), Extent(0, 7, 0)]
+    assert tiers.counts["recovered_chunks"] == 2
+    store(tiers, [b"new"])
+    (persist,) = tiers.make_room(0.0)
+    assert persist.extent == Extent(0, 9, 0)
+
+
+def test_what_does_not_fit_this_configuration_is_not_adopted() -> None:
+    tiers = make_tiers(records=2)
+    strange = [
+        found(b"group", b"", 0, 0, group=1),
+        found(b"drive", b"", 0, 0, drive=1),
+        found(b"record", b"", 0, 2),
+        found(b"ok", b"", 0, 0),
+        found(b"same place", b"", 0, 0),
+        found(b"ok", b"", 0, 1),
+    ]
+    tiers.adopt(strange, next_segment=1)
+    tiers.check()
+    assert len(tiers.index) == tiers.counts["recovered_chunks"] == 1
+
+
+def test_a_chunk_stored_before_it_was_found_gains_its_ssd_copy() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(evictions=1))
+    store(tiers, [b"k0"])
+    tiers.adopt([found(b"k0", b"", 2, 0)], next_segment=3)
+    tiers.check()
+    assert evict_all(tiers) == [], "nothing to write"
+    assert plan_load(tiers, [b"k0"]).items[0].extent == Extent(0, 2, 0)
+
+
+def test_adopting_without_an_ssd_tier_does_nothing() -> None:
+    tiers = make_tiers(ssd=False)
+    tiers.adopt([found(b"k0", b"", 2, 0)], next_segment=3)
+    assert len(tiers.index) == 0
+
+
+def test_parents_that_name_each_other_do_not_hang() -> None:
+    tiers = make_tiers()
+    tiers.adopt([found(b"a", b"b", 0, 0), found(b"b", b"a", 0, 1)], next_segment=1)
+    store(tiers, [b"a", b"child"])
+    tiers.check()
+
+
+def test_reset_forgets_everything_and_frees_idle_slots_at_once() -> None:
+    tiers = make_tiers()
+    on_ssd(tiers, KEYS[:2])
+    store(tiers, KEYS[4:8])
+    tiers.reset()
+    tiers.check()
+    assert tiers.match(KEYS, 0, 1) == 0
+    assert tiers.match(KEYS, 4, 5) == 4
+    assert tiers.slots.used == [0]
+    assert tiers.extents is not None
+    assert tiers.extents.segments() == 0
+    assert len(tiers.extents.retired) == 3
+    assert tiers.make_room(0.0) == [], "nothing is wanted any more"
+
+
+def test_reset_with_jobs_in_flight_frees_their_slots_and_segments_once_at_their_end() -> None:
+    tiers = make_tiers(records=2)
+    store(tiers, KEYS[:2])
+    (persist_0, persist_1), loads = tiers.make_room(0.0), [plan_load(tiers, KEYS[:2]) for _ in range(2)]
+    pending = plan_store(tiers, [b"x", b"y"])
+    tiers.reset()
+    tiers.reset()
+    tiers.check()
+    assert tiers.slots.used == [4]
+    store(tiers, KEYS[:4])
+    taken = {item.slot for item in plan_load(tiers, KEYS[:4]).items}
+    assert taken.isdisjoint({item.slot for job in [*loads, pending] for item in job.items})
+    end(tiers, loads[0], persist_0, loads[1], failed=(0,))
+    assert tiers.match(KEYS, 0, 4) == 4, "a stale failure says nothing about the new copy"
+    assert tiers.slots.used == [7]
+    end(tiers, persist_1, pending)
+    assert tiers.slots.used == [4]
+    assert tiers.extents is not None
+    assert tiers.extents.retired == [(0, 0)]
+    assert tiers.match([b"x"], 0, 1) == 0
+
+
+def test_a_ghost_from_before_a_reset_is_forgotten() -> None:
+    tiers = make_tiers(admission=AdmissionConfig())
+    store(tiers, KEYS[:1])
+    evict_all(tiers)
+    tiers.reset()
+    store(tiers, KEYS[:1])
+    assert evict_all(tiers) == []
+
+
+def test_the_persist_bound_survives_a_reset() -> None:
+    tiers = make_tiers(persist_records=1)
+    store(tiers, KEYS[:1])
+    (persist,) = tiers.make_room(0.0)
+    tiers.reset()
+    store(tiers, KEYS[:1])
+    assert tiers.make_room(0.0) == []
+    end(tiers, persist)
+    assert len(tiers.make_room(0.0)) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_groups_are_stored_and_offered_together(ranks: int) -> None:
+    tiers = Tiers(
+        [GroupShape(0, 16, 1, RECORD), GroupShape(1, 16, 1, 3 * RECORD)],
+        SlotAllocator(4, [4, 2]),
+        ExtentAllocator(1, 4, [4, 2]),
+        make_admission(AdmissionConfig()),
+        ghosts_max=9,
+        headroom=[1, 1],
+        persist_bytes_max=8 * RECORD,
+        ranks=ranks,
+    )
+    job = plan_store(tiers, KEYS[:3])
+    assert [item.group for item in job.items] == [0, 1, 0, 1, 0, 1]
+    end(tiers, *[job] * ranks)
+    load = plan_load(tiers, KEYS[:3])
+    end(tiers, *[load] * (ranks - 1))
+    tiers.finished(JobResult(load.job_id, (4,), "checksum"), 0.0)
+    tiers.check()
+    assert tiers.match(KEYS, 0, 3) == 1, "group 1 lost its second chunk"
+    again = plan_store(tiers, KEYS[:3])
+    assert [(item.group, item.blocks) for item in again.items] == [(1, (1,))]
