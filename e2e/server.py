@@ -32,10 +32,11 @@ class ServerDied(RuntimeError):
 
 
 class Answer:
-    """One completion: its token ids, the prompt tokens that came from a cache, and the seconds it took."""
+    """One completion: its token ids with their log-probabilities, the prompt tokens from a cache, and the seconds."""
 
-    def __init__(self, token_ids: list[int], cached_tokens: int, seconds: float) -> None:
+    def __init__(self, token_ids: list[int], logprobs: list[float], cached_tokens: int, seconds: float) -> None:
         self.token_ids = token_ids
+        self.logprobs = logprobs
         self.cached_tokens = cached_tokens
         self.seconds = seconds
 
@@ -140,13 +141,15 @@ class Server:
         """Greedy answer to a prompt of token ids."""
         body = {
             "model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0.0,
-            "ignore_eos": True, "return_token_ids": True, **more,
+            "ignore_eos": True, "return_token_ids": True, "logprobs": 1, **more,
         }  # fmt: skip
         began = time.perf_counter()
         reply = json.loads(self.request("/v1/completions", body, timeout_s))
         seconds = time.perf_counter() - began
         details = reply["usage"].get("prompt_tokens_details") or {}
-        return Answer(reply["choices"][0]["token_ids"], details.get("cached_tokens") or 0, seconds)
+        choice = reply["choices"][0]
+        logprobs = choice["logprobs"]["token_logprobs"]
+        return Answer(choice["token_ids"], logprobs, details.get("cached_tokens") or 0, seconds)
 
     def reset_prefix_cache(self, *, external: bool = False, wait_s: float = 30.0) -> None:
         """Empty HBM's prefix cache (and with `external` the connector's), once no block is held any more.

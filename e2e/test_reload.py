@@ -13,7 +13,7 @@ import pytest
 from models import ensure_model
 from reloading import KINDS, Kind, connector, counters, data_files, make_prompt, reload
 from saria_vllm.storage.format import index_offset, parse_header
-from server import Server
+from server import Answer, Server
 
 pytestmark = pytest.mark.vllm
 
@@ -21,6 +21,14 @@ PROMPTS = 5
 LONGER_CHUNKS = 3
 ANSWER_TOKENS = 16
 HEADER_BYTES = 4096
+
+
+Right = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+def said(answer: Answer) -> Right:
+    """Tokens and their log-probabilities, to the last bit: random models hardly notice wrong KV in their tokens alone."""
+    return tuple(answer.token_ids), tuple(answer.logprobs)
 
 
 class Rig:
@@ -35,7 +43,7 @@ class Rig:
         # Five tokens more than whole chunks: a local hit and ours then end at the same token.
         self.prompts = [make_prompt(seed, tokens + 5) for seed in range(PROMPTS)]
         self.prompts.append(self.prompts[0] + make_prompt(99, longer))
-        self.right: list[list[int]] = []
+        self.right: list[Right] = []
         self.dram_hit_tokens = tokens
 
     def server(self, with_connector: bool) -> Server:
@@ -62,8 +70,8 @@ class Rig:
                 if self.kind.compare_with_local_hit:
                     answer = server.complete(prompt, ANSWER_TOKENS)
                     assert answer.cached_tokens == len(prompt) - 5
-                self.right.append(answer.token_ids)
-        assert len({tuple(tokens) for tokens in self.right}) == len(self.prompts), "answers do not tell prompts apart"
+                self.right.append(said(answer))
+        assert len(set(self.right)) == len(self.prompts), "answers do not tell prompts apart"
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -85,13 +93,13 @@ def first_server(rig: Rig) -> Iterator[Server]:
 def test_dram_ssd_and_mixed_hits_answer_as_without_us(rig: Rig, first_server: Server) -> None:
     last = PROMPTS - 1
     hit = reload(first_server, rig.prompts[last])
-    assert hit.answer.token_ids == rig.right[last]
+    assert said(hit.answer) == rig.right[last]
     assert hit.answer.cached_tokens == rig.dram_hit_tokens
     assert hit.bytes_from("dram") > 0
     assert hit.bytes_from("ssd") == 0
 
     hit = reload(first_server, rig.prompts[0])
-    assert hit.answer.token_ids == rig.right[0]
+    assert said(hit.answer) == rig.right[0]
     assert hit.answer.cached_tokens == rig.dram_hit_tokens
     assert hit.bytes_from("ssd") > 0
     assert hit.bytes_from("dram") == 0
@@ -99,7 +107,7 @@ def test_dram_ssd_and_mixed_hits_answer_as_without_us(rig: Rig, first_server: Se
     longer = rig.prompts[PROMPTS]
     first_server.complete(longer, ANSWER_TOKENS)
     hit = reload(first_server, longer)
-    assert hit.answer.token_ids == rig.right[PROMPTS]
+    assert said(hit.answer) == rig.right[PROMPTS]
     assert hit.answer.cached_tokens == len(longer) - 5
     assert hit.bytes_from("dram") > 0
     assert hit.bytes_from("ssd") > 0
@@ -112,10 +120,10 @@ def test_reset_of_our_cache_forgets_both_tiers(rig: Rig, first_server: Server) -
         pytest.skip("one model is enough for the reset; it is independent of the KV's kind")
     first_server.reset_prefix_cache(external=True)
     hit = reload(first_server, rig.prompts[0])
-    assert hit.answer.token_ids == rig.right[0]
+    assert said(hit.answer) == rig.right[0]
     assert hit.answer.cached_tokens == 0
     hit = reload(first_server, rig.prompts[0])
-    assert hit.answer.token_ids == rig.right[0]
+    assert said(hit.answer) == rig.right[0]
     assert hit.answer.cached_tokens == rig.dram_hit_tokens
 
 
@@ -135,7 +143,7 @@ def restarted(rig: Rig, first_server: Server) -> Iterator[Server]:
 
 def test_restart_finds_the_ssd_tier(rig: Rig, restarted: Server) -> None:
     hit = reload(restarted, rig.prompts[1])
-    assert hit.answer.token_ids == rig.right[1]
+    assert said(hit.answer) == rig.right[1]
     assert hit.answer.cached_tokens == rig.dram_hit_tokens
     assert hit.bytes_from("ssd") > 0
     assert hit.bytes_from("dram") == 0
@@ -145,11 +153,11 @@ def test_restart_finds_the_ssd_tier(rig: Rig, restarted: Server) -> None:
 def test_b24_a_corrupted_record_is_recomputed_and_never_offered_again(rig: Rig, restarted: Server) -> None:
     flip_a_bit_in_every_record(rig)
     hit = reload(restarted, rig.prompts[2])
-    assert hit.answer.token_ids == rig.right[2]
+    assert said(hit.answer) == rig.right[2]
     bad = hit.errors("checksum")
     assert 1 <= bad <= rig.kind.prefix_chunks, "each bad record is read once"
     hit = reload(restarted, rig.prompts[2])
-    assert hit.answer.token_ids == rig.right[2]
+    assert said(hit.answer) == rig.right[2]
     assert hit.errors("checksum") == 0
     assert hit.answer.cached_tokens == rig.dram_hit_tokens, "the recomputed chunks were stored again"
 
@@ -179,7 +187,7 @@ def test_every_data_byte_overwritten_between_two_servers(rig: Rig, restarted: Se
     with rig.server(with_connector=True) as server:
         for position in range(PROMPTS):
             server.reset_prefix_cache()
-            assert server.complete(rig.prompts[position], ANSWER_TOKENS).token_ids == rig.right[position]
+            assert said(server.complete(rig.prompts[position], ANSWER_TOKENS)) == rig.right[position]
         after = counters(server)
         assert after.get('hit_tokens{tier="ssd"}', 0) == 0
         assert after['errors{reason="checksum"}'] > 0, "the index survived, so the bytes must have been read and refused"

@@ -120,6 +120,11 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
         if not planned and num_external_tokens:
             self._scheduler.refuse_load(request)  # Else the request would wait for ever.
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """A load writes every byte of its blocks, in every group."""
+        assert self._scheduler is not None
+        return tuple(self._scheduler.sizing.groups)
+
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         assert self._scheduler is not None
         return self._guard({}, self._scheduler.hit_sources, request, num_external_tokens)
@@ -159,7 +164,7 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         assert self._scheduler is not None
-        return self._scheduler.reset_cache()
+        return self._guard(False, self._scheduler.reset_cache)
 
     # Worker side.
 

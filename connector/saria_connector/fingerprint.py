@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def fingerprint_parts(
         "label": label,
         "model": str(model.model),
         "revision": str(model.revision),
-        "weights": weights_identity(str(model.model)),
+        "weights": weights_identity(model),
         "weights_load_format": str(vllm_config.load_config.load_format),
         "model_config": _digest(model.hf_config.to_json_string()),
         "dtype": str(model.dtype),
@@ -46,8 +47,23 @@ def fingerprint_parts(
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "hash": [str(cache.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED", "")],
+        "this_process_only": uuid.uuid4().hex if process_only_reasons(vllm_config) else "",
         "hash_block_tokens": kv_cache_config.hash_block_size,
     }
+
+
+def process_only_reasons(vllm_config: Any) -> list[str]:
+    """Why KV on SSD would mean nothing, or something else, to the next process; usually empty."""
+    cache, reasons = vllm_config.cache_config, []
+    if str(cache.prefix_caching_hash_algo).startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+        reasons.append("xxhash block hashes are random in each process: set PYTHONHASHSEED, or use sha256")
+    if getattr(cache, "calculate_kv_scales", False):
+        reasons.append("KV scales are computed at run time")
+    if getattr(vllm_config, "lora_config", None) is not None:
+        reasons.append("LoRA adapters are named by path, and may have changed at the next start")
+    if not weights_identity(vllm_config.model_config):
+        reasons.append("the weights are neither in a local directory nor of a known commit")
+    return reasons
 
 
 def _digest(text: str | bytes) -> str:
@@ -76,15 +92,15 @@ def device_identity() -> str:
     return f"{device}; host {platform.machine()} {' '.join(sorted(isa))}"
 
 
-def weights_identity(model: str) -> str:
-    """Hash of what tells two sets of weights apart without reading them: names, sizes, times and safetensors headers.
+def weights_identity(model_config: Any) -> str:
+    """What tells two sets of weights apart without reading them; empty when nothing does.
 
-    A model that is not a local directory is named by its resolved snapshot, which its revision stands for; then this is
-    empty.
+    In a local directory a hash of names, sizes, times and safetensors headers, else the commit that the configuration
+    was resolved to.
     """
-    folder = Path(model)
+    folder = Path(str(model_config.model))
     if not folder.is_dir():
-        return ""
+        return str(getattr(model_config.hf_config, "_commit_hash", None) or "")
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES):
         stat = file.stat()

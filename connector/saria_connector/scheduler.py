@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from saria_connector import compat
-from saria_connector.fingerprint import fingerprint_parts
+from saria_connector.fingerprint import fingerprint_parts, process_only_reasons
 from saria_connector.metadata import OpenedSsd, SariaMetadata
 from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig, format_bytes
@@ -142,6 +142,8 @@ class SchedulerSide:
 
     def _claim(self, vllm_config: Any, kv_cache_config: KVCacheConfig) -> None:
         config, sizing = self._config, self.sizing
+        for reason in process_only_reasons(vllm_config):
+            logger.warning("SARIA: what is persisted to SSD will not be used after a restart: %s", reason)
         parts = fingerprint_parts(vllm_config, kv_cache_config, sizing.groups, sizing.shapes, config.namespace)
         preferred = getattr(vllm_config.parallel_config, "data_parallel_rank_local", 0) or 0
         self._directory = EngineDirectory.claim(config.ssd_paths, namespace_name(parts), parts, preferred)

@@ -125,7 +125,7 @@ class ExtentAllocator:
         return True
 
     def end_adoption(self, next_segment: int, seen: Iterable[tuple[int, int]]) -> None:
-        """After `adopt`: oldest first again, no id is given out twice, and `seen` segments without a use are retired."""
+        """After `adopt`: oldest first again, no id is given out twice, `seen` segments without a use are retired."""
         self.retired += sorted(place for place in set(seen) if place[1] not in self._by_drive[place[0]])
         self._by_drive = [dict(sorted(segments.items())) for segments in self._by_drive]
         self._next_segment = max(self._next_segment, next_segment)

@@ -156,6 +156,15 @@ def test_new_ids_are_above_every_adopted_one() -> None:
     assert write(extents, 2)[0] == Extent(0, 31, 0)
 
 
+def test_found_segments_without_a_use_are_retired() -> None:
+    """Such as one whose chunks are on one rank only: nobody else would ever delete its file."""
+    extents = ExtentAllocator(2, 4, [3])
+    assert extents.adopt(Extent(0, 4, 0), 0, row=1)
+    extents.end_adoption(9, [(1, 5), (0, 4), (0, 8), (0, 8)])
+    assert extents.retired == [(0, 8), (1, 5)]
+    assert extents.segments() == 1
+
+
 def test_reset_retires_idle_segments_at_once_and_busy_ones_with_their_last_job() -> None:
     extents = ExtentAllocator(1, 3, [2])
     for row in range(2):

@@ -2,94 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
+from tier_steps import (
+    DRAM_ONLY,
+    KEYS,
+    RECORD,
+    blocks,
+    end,
+    evict_all,
+    eviction_order,
+    make_tiers,
+    on_ssd,
+    plan_load,
+    plan_store,
+    store,
+)
 
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
-from saria_vllm.types import Extent, FoundChunk, GroupShape, JobResult, LoadJob, PersistJob, StoreJob
-
-RECORD = 4096
-KEYS = [b"k%d" % i for i in range(12)]
-
-
-def make_tiers(
-    slots: int = 8,
-    *,
-    admission: AdmissionConfig | None = None,
-    headroom: int = 2,
-    persist_records: int = 8,
-    segments_max: int = 4,
-    records: int = 2,
-    ranks: int = 1,
-    ssd: bool = True,
-    ghosts_max: int = 100,
-) -> Tiers:
-    """One group, one slot per slab cell, one drive."""
-    return Tiers(
-        [GroupShape(0, 16, 1, RECORD)],
-        SlotAllocator(1, [slots]),
-        ExtentAllocator(1, segments_max, [records]) if ssd else None,
-        make_admission(admission or AdmissionConfig(policy="full_duplicate")),
-        ghosts_max=ghosts_max,
-        headroom=[headroom],
-        persist_bytes_max=persist_records * RECORD,
-        ranks=ranks,
-    )
-
-
-def blocks(first: int, end: int, groups: int = 1) -> list[list[tuple[int, ...]]]:
-    return [[(position,) for position in range(first, end)] for _ in range(groups)]
-
-
-def plan_store(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | None = None) -> StoreJob:
-    end = len(keys) if end is None else end
-    job, went_on = tiers.plan_store(keys, first, end, blocks(first, end, len(tiers.shapes)))
-    assert job is not None
-    assert went_on == end
-    return job
-
-
-def plan_load(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | None = None) -> LoadJob:
-    end = len(keys) if end is None else end
-    assert tiers.match(keys, first, end) == end
-    return tiers.plan_load("r", keys, first, end, blocks(first, end, len(tiers.shapes)))
-
-
-def end(tiers: Tiers, *jobs: StoreJob | LoadJob | PersistJob, failed: tuple[int, ...] = (), now: float = 0.0) -> None:
-    for job in jobs:
-        tiers.finished(JobResult(job.job_id, failed, "checksum" if failed else ""), now)
-        tiers.check()
-
-
-def store(tiers: Tiers, keys: Sequence[bytes], first: int = 0) -> None:
-    end(tiers, plan_store(tiers, keys, first))
-
-
-def evict_all(tiers: Tiers, now: float = 0.0) -> list[PersistJob]:
-    """Ask for more room than there is."""
-    headroom, tiers._headroom = tiers._headroom, [10**6] * len(tiers.shapes)
-    jobs = tiers.make_room(now)
-    tiers._headroom = headroom
-    tiers.check()
-    return jobs
-
-
-def eviction_order(tiers: Tiers, group: int = 0) -> list[bytes]:
-    index, keys = tiers.index, []
-    row = index.oldest(group)
-    while row != -1:
-        keys.append(index.key[row])
-        row = index._newer[row]
-    return keys
-
-
-DRAM_ONLY = AdmissionConfig(policy="dram_only")
-
+from saria_vllm.types import GroupShape, JobResult
 
 # Stores and matches.
 
@@ -401,12 +335,6 @@ def test_a_failed_early_write_keeps_the_chunk_in_dram() -> None:
     assert again.extent != persist.extent
 
 
-def on_ssd(tiers: Tiers, keys: Sequence[bytes]) -> None:
-    store(tiers, keys)
-    end(tiers, *tiers.make_room(0.0))
-    assert evict_all(tiers) == []
-
-
 def test_under_the_cap_the_oldest_segment_goes_with_its_chunks() -> None:
     tiers = make_tiers(records=2, segments_max=2)
     on_ssd(tiers, [b"a", b"b"])
@@ -439,6 +367,18 @@ def test_a_chunk_in_dram_survives_the_retirement_of_its_ssd_copy() -> None:
     end(tiers, *tiers.make_room(0.0))
     assert tiers.tier_tokens([b"a", b"b"], 0, 2) == (32, 0)
     assert len(evict_all(tiers)) == 1, "only the retired one is written again"
+
+
+def test_a_wish_to_write_a_chunk_dies_with_it() -> None:
+    """Index rows are used again: the next chunk in the row was never admitted."""
+    tiers = make_tiers(admission=AdmissionConfig(evictions=9, reuses=1), persist_records=1)
+    store(tiers, [b"a", b"b"])
+    tiers.touch([b"a", b"b"], 2, 2)
+    (persist,) = tiers.make_room(0.0)
+    evict_all(tiers)
+    end(tiers, persist)
+    store(tiers, [b"x", b"y"])
+    assert tiers.make_room(0.0) == []
 
 
 # Failed loads.
@@ -514,119 +454,6 @@ def test_shared_loads_are_counted() -> None:
     end(tiers, second)
     assert not tiers.is_loading(KEYS[0])
     assert tiers.counts["hit_tokens:dram"] == 32
-
-
-# Recovery and reset.
-
-
-def found(key: bytes, parent: bytes, segment: int, record: int, group: int = 0, drive: int = 0) -> FoundChunk:
-    return FoundChunk(group, key, parent, Extent(drive, segment, record))
-
-
-def test_found_chunks_are_offered_from_where_they_were_found() -> None:
-    tiers = make_tiers(records=2)
-    tiers.adopt([found(b"k0", b"", 3, 1), found(b"k1", b"k0", 7, 0)], next_segment=9)
-    tiers.check()
-    load = plan_load(tiers, KEYS[:2])
-    assert [item.extent for item in load.items] == [Extent(0, 3, 1), Extent(0, 7, 0)]
-    assert tiers.counts["recovered_chunks"] == 2
-    store(tiers, [b"new"])
-    (persist,) = tiers.make_room(0.0)
-    assert persist.extent == Extent(0, 9, 0)
-
-
-def test_what_does_not_fit_this_configuration_is_not_adopted() -> None:
-    tiers = make_tiers(records=2)
-    strange = [
-        found(b"group", b"", 0, 0, group=1),
-        found(b"drive", b"", 0, 0, drive=1),
-        found(b"record", b"", 0, 2),
-        found(b"ok", b"", 0, 0),
-        found(b"same place", b"", 0, 0),
-        found(b"ok", b"", 0, 1),
-    ]
-    tiers.adopt(strange, next_segment=1)
-    tiers.check()
-    assert len(tiers.index) == tiers.counts["recovered_chunks"] == 1
-
-
-def test_a_chunk_stored_before_it_was_found_gains_its_ssd_copy() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(evictions=1))
-    store(tiers, [b"k0"])
-    tiers.adopt([found(b"k0", b"", 2, 0)], next_segment=3)
-    tiers.check()
-    assert evict_all(tiers) == [], "nothing to write"
-    assert plan_load(tiers, [b"k0"]).items[0].extent == Extent(0, 2, 0)
-
-
-def test_adopting_without_an_ssd_tier_does_nothing() -> None:
-    tiers = make_tiers(ssd=False)
-    tiers.adopt([found(b"k0", b"", 2, 0)], next_segment=3)
-    assert len(tiers.index) == 0
-
-
-def test_parents_that_name_each_other_do_not_hang() -> None:
-    tiers = make_tiers()
-    tiers.adopt([found(b"a", b"b", 0, 0), found(b"b", b"a", 0, 1)], next_segment=1)
-    store(tiers, [b"a", b"child"])
-    tiers.check()
-
-
-def test_reset_forgets_everything_and_frees_idle_slots_at_once() -> None:
-    tiers = make_tiers()
-    on_ssd(tiers, KEYS[:2])
-    store(tiers, KEYS[4:8])
-    tiers.reset()
-    tiers.check()
-    assert tiers.match(KEYS, 0, 1) == 0
-    assert tiers.match(KEYS, 4, 5) == 4
-    assert tiers.slots.used == [0]
-    assert tiers.extents is not None
-    assert tiers.extents.segments() == 0
-    assert len(tiers.extents.retired) == 3
-    assert tiers.make_room(0.0) == [], "nothing is wanted any more"
-
-
-def test_reset_with_jobs_in_flight_frees_their_slots_and_segments_once_at_their_end() -> None:
-    tiers = make_tiers(records=2)
-    store(tiers, KEYS[:2])
-    (persist_0, persist_1), loads = tiers.make_room(0.0), [plan_load(tiers, KEYS[:2]) for _ in range(2)]
-    pending = plan_store(tiers, [b"x", b"y"])
-    tiers.reset()
-    tiers.reset()
-    tiers.check()
-    assert tiers.slots.used == [4]
-    store(tiers, KEYS[:4])
-    taken = {item.slot for item in plan_load(tiers, KEYS[:4]).items}
-    assert taken.isdisjoint({item.slot for job in [*loads, pending] for item in job.items})
-    end(tiers, loads[0], persist_0, loads[1], failed=(0,))
-    assert tiers.match(KEYS, 0, 4) == 4, "a stale failure says nothing about the new copy"
-    assert tiers.slots.used == [7]
-    end(tiers, persist_1, pending)
-    assert tiers.slots.used == [4]
-    assert tiers.extents is not None
-    assert tiers.extents.retired == [(0, 0)]
-    assert tiers.match([b"x"], 0, 1) == 0
-
-
-def test_a_ghost_from_before_a_reset_is_forgotten() -> None:
-    tiers = make_tiers(admission=AdmissionConfig())
-    store(tiers, KEYS[:1])
-    evict_all(tiers)
-    tiers.reset()
-    store(tiers, KEYS[:1])
-    assert evict_all(tiers) == []
-
-
-def test_the_persist_bound_survives_a_reset() -> None:
-    tiers = make_tiers(persist_records=1)
-    store(tiers, KEYS[:1])
-    (persist,) = tiers.make_room(0.0)
-    tiers.reset()
-    store(tiers, KEYS[:1])
-    assert tiers.make_room(0.0) == []
-    end(tiers, persist)
-    assert len(tiers.make_room(0.0)) == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

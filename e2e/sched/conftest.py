@@ -1,0 +1,43 @@
+"""Fixtures of the scheduler tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from harness import Engine
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install saria-vllm[cpu] or [vllm]")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from harness import write_model
+
+    return write_model(tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def asynchronous(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def make(model: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Engine]]:
+    """Makes engines with either scheduler; at the end of the test each is emptied and checked for what is left."""
+    from harness import Engine
+
+    engines: list[Engine] = []
+
+    def make(**more: Any) -> Engine:
+        engines.append(Engine(model, asynchronous=asynchronous, **more))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        if not engine.closed:
+            engine.close()

@@ -1,0 +1,406 @@
+"""Configuration: what is accepted, and that every refusal names key, value and what would do."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saria_vllm import config as config_module
+from saria_vllm.config import AdmissionConfig, SariaConfig, format_bytes, memory_limit_bytes, parse_bytes
+from saria_vllm.errors import ConfigError, SariaError
+
+MINIMAL = {"dram_capacity": "1GiB"}
+WITH_SSD = {"dram_capacity": "1GiB", "ssd_paths": ["/mnt/nvme0/saria"], "ssd_capacity": "2TiB"}
+
+
+def refusal(extra: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        SariaConfig.from_extra(extra)
+    return str(caught.value)
+
+
+def machine_refusal(extra: dict[str, Any]) -> str:
+    config = SariaConfig.from_extra(extra)
+    with pytest.raises(ConfigError) as caught:
+        config.check_machine()
+    return str(caught.value)
+
+
+# What is accepted.
+
+
+def test_defaults() -> None:
+    config = SariaConfig.from_extra(MINIMAL)
+    assert config == SariaConfig(dram_capacity=1 << 30)
+    assert config.admission == AdmissionConfig(policy="saria", evictions=2, reuses=0)
+    assert config.chunk_tokens == 0
+    assert config.ssd_paths == ()
+
+
+def test_everything_set() -> None:
+    config = SariaConfig.from_extra(
+        {
+            **WITH_SSD,
+            "chunk_tokens": 256,
+            "admission": {"policy": "saria", "evictions": 3, "reuses": 4, "ghosts_max": 10},
+            "ssd_engine": "posix",
+            "io_threads": 4,
+            "io_cpus": [0],
+            "namespace": "blue",
+        }
+    )
+    assert config.ssd_capacity == 2 << 40
+    assert config.ssd_paths == ("/mnt/nvme0/saria",)
+    assert config.admission == AdmissionConfig("saria", 3, 4, 10)
+    assert (config.chunk_tokens, config.ssd_engine, config.io_threads) == (256, "posix", 4)
+    assert (config.io_cpus, config.namespace) == ((0,), "blue")
+
+
+def test_a_policy_name_alone_is_short_for_its_object() -> None:
+    config = SariaConfig.from_extra({**MINIMAL, "admission": "full_duplicate"})
+    assert config.admission == AdmissionConfig(policy="full_duplicate")
+
+
+def test_chunk_tokens_auto_is_the_default() -> None:
+    assert SariaConfig.from_extra({**MINIMAL, "chunk_tokens": "auto"}) == SariaConfig.from_extra(MINIMAL)
+
+
+def test_the_given_mapping_is_not_changed() -> None:
+    extra = {**WITH_SSD, "admission": {"evictions": 3}}
+    before = {**extra, "admission": dict(extra["admission"])}  # type: ignore[arg-type]
+    SariaConfig.from_extra(extra)
+    assert extra == before
+
+
+def test_effective_values_are_one_line_with_totals_and_absolute_paths() -> None:
+    line = SariaConfig.from_extra({**WITH_SSD, "ssd_paths": ["/mnt//nvme0/x/../saria/"]}).describe()
+    assert "\n" not in line
+    for part in ("dram_capacity=1.00GiB", "ssd_capacity=2.00TiB", "/mnt/nvme0/saria", "chunk_tokens=auto", "saria"):
+        assert part in line
+    assert "no SSD" in SariaConfig.from_extra(MINIMAL).describe()
+
+
+def test_refusals_can_be_caught_as_ours_or_as_value_errors() -> None:
+    assert issubclass(ConfigError, SariaError)
+    assert issubclass(ConfigError, ValueError)
+
+
+# B46: sizes need a unit and are totals for the node.
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1GB", 10**9),
+        ("1GiB", 2**30),
+        ("64GiB", 64 << 30),
+        ("2TiB", 2 << 40),
+        ("2TB", 2 * 10**12),
+        ("1.5GiB", 3 << 29),
+        ("0.1MB", 100_000),
+        (" 64 GiB ", 64 << 30),
+        ("512B", 512),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        ("9007199254740993B", 9007199254740993),
+        ("0.3GB", 300_000_000),
+    ],
+)
+def test_b46_parse_bytes_accepts_a_number_with_a_unit(text: str, nbytes: int) -> None:
+    assert parse_bytes(text, "k") == nbytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "64", "1e9", "1e9B", 1.5, 64, 1 << 30, 0, "0", "0GiB", "0.1B", "-1GiB", -1, "10 %", "10%", "64gib", "64G",
+        "64Gb", "64 Gi B", "GiB", "", " ", "1,5GiB", ".5GiB", "5.GiB", "1_000MB", "+1GiB", "1GiB/s", "1GiB 2", "infGiB",
+        "nanGiB", "9" * 400 + "GiB", "\u0661GiB", None, True, [], {}, b"64GiB", "64GiB\x00",
+    ],
+    ids=lambda value: repr(value)[:20],
+)  # fmt: skip
+def test_b46_parse_bytes_refuses_what_has_no_clear_size(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(value, "dram_capacity")
+    message = str(caught.value)
+    assert message.startswith("dram_capacity: ")
+    assert repr(value) in message
+    assert "GiB" in message.replace(repr(value), "")
+    assert "unit" in message
+
+
+@pytest.mark.parametrize("key", ["dram_capacity", "ssd_capacity"])
+@pytest.mark.parametrize("value", ["64", "1e9", 1.5, "0", "-1GiB", "10 %", 10**9, True, None])
+def test_b46_capacities_without_a_unit_are_refused(key: str, value: object) -> None:
+    message = refusal({**WITH_SSD, key: value})
+    assert message.startswith(f"{key}: {value!r} is not a size")
+
+
+def test_b46_dram_capacity_above_memory_is_refused() -> None:
+    memory = memory_limit_bytes()
+    assert 0 < memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    message = machine_refusal({"dram_capacity": f"{memory + 1}B"})
+    assert message.startswith(f"dram_capacity: {format_bytes(memory + 1)} ")
+    assert "memory" in message
+    assert format_bytes(memory) in message
+    SariaConfig.from_extra({"dram_capacity": f"{memory}B"}).check_machine()
+
+
+def test_b46_ssd_capacity_above_the_disks_is_refused(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    size = disk.f_blocks * disk.f_frsize
+    extra = {**MINIMAL, "ssd_paths": [str(tmp_path / "a"), str(tmp_path / "b")]}
+    message = machine_refusal({**extra, "ssd_capacity": f"{size + 1}B"})
+    assert message.startswith(f"ssd_capacity: {format_bytes(size + 1)} ")
+    assert "ssd_paths" in message
+    assert f"at most {format_bytes(size)}" in message, "two paths on one disk count it once"
+    SariaConfig.from_extra({**extra, "ssd_capacity": f"{size}B"}).check_machine()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0B"), (1023, "1023B"), (1536, "1.50KiB"), (64 << 30, "64.00GiB"), (1 << 50, "1024.00TiB")],
+)  # fmt: skip
+def test_b46_sizes_are_shown_in_binary_units(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+# B49: unknown or renamed options.
+
+TYPOS = {
+    "dram_capacity": ["dram_capcity", "dramcapacity", "DRAM_CAPACITY", "dram-capacity", "dram_capacity_gb"],
+    "ssd_paths": ["ssd_path", "ssdpaths", "ssd-paths", "SSD_PATHS"],
+    "ssd_capacity": ["ssd_capacty", "sdd_capacity", "ssdCapacity"],
+    "chunk_tokens": ["chunk_token", "chunktokens", "chunk_size_tokens"],
+    "admission": ["admision", "admissions", "Admission"],
+    "ssd_engine": ["ssd_engin", "sdd_engine", "ssdEngine"],
+    "io_threads": ["io_thread", "iothreads", "io-threads"],
+    "io_cpus": ["io_cpu", "iocpus"],
+    "namespace": ["name_space", "namespaces"],
+}  # fmt: skip
+
+ADMISSION_TYPOS = {
+    "policy": ["polcy", "Policy"],
+    "evictions": ["eviction", "evictons"],
+    "reuses": ["reuse", "re_uses"],
+    "ghosts_max": ["ghost_max", "max_ghosts"],
+}
+
+
+def test_b49_every_key_has_typos_here() -> None:
+    assert set(TYPOS) == set(SariaConfig.__struct_fields__)
+    assert set(ADMISSION_TYPOS) == set(AdmissionConfig.__struct_fields__)
+
+
+@pytest.mark.parametrize(("key", "typo"), [(key, typo) for key, typos in TYPOS.items() for typo in typos])
+def test_b49_a_mistyped_key_names_the_nearest_one(key: str, typo: str) -> None:
+    message = refusal({**WITH_SSD, typo: "given"})
+    assert message.startswith(f"{typo}: unknown key")
+    assert "'given'" in message
+    assert f"did you mean {key}?" in message
+    assert all(name in message for name in SariaConfig.__struct_fields__)
+
+
+@pytest.mark.parametrize(("key", "typo"), [(key, typo) for key, typos in ADMISSION_TYPOS.items() for typo in typos])
+def test_b49_a_mistyped_nested_key_names_the_nearest_one(key: str, typo: str) -> None:
+    message = refusal({**MINIMAL, "admission": {typo: 3}})
+    assert message.startswith(f"admission.{typo}: unknown key, given 3; did you mean admission.{key}?")
+    assert "admission.ghosts_max" in message.partition("accepted:")[2]
+
+
+def test_b49_a_key_that_is_no_string_is_unknown() -> None:
+    assert refusal({**MINIMAL, 5: 1}).startswith("5: unknown key")  # type: ignore[dict-item]
+
+
+def test_b49_a_missing_dram_capacity_says_what_to_give() -> None:
+    message = refusal({})
+    assert message.startswith("dram_capacity: missing")
+    assert '"64GiB"' in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("chunk_tokens", "many", '"auto" or a whole number above zero'),
+        ("chunk_tokens", "AUTO", '"auto"'),
+        ("chunk_tokens", 0, "above zero"),
+        ("chunk_tokens", -16, "above zero"),
+        ("chunk_tokens", 16.0, "a whole number"),
+        ("chunk_tokens", True, "a whole number"),
+        ("chunk_tokens", None, "a whole number"),
+        ("ssd_engine", "uring", "one of auto, io_uring, posix"),
+        ("ssd_engine", 1, "one of auto, io_uring, posix"),
+        ("io_threads", "2", "a whole number from 0 to 256"),
+        ("io_threads", 2.5, "a whole number from 0 to 256"),
+        ("io_threads", True, "a whole number from 0 to 256"),
+        ("io_threads", -1, "a whole number from 0 to 256"),
+        ("io_threads", 257, "a whole number from 0 to 256"),
+        ("io_cpus", "0-3", "a list of CPU numbers"),
+        ("io_cpus", ["0"], "a list of CPU numbers"),
+        ("io_cpus", [True], "a list of CPU numbers"),
+        ("io_cpus", [0.5], "a list of CPU numbers"),
+        ("io_cpus", 0, "a list of CPU numbers"),
+        ("io_cpus", [-1], "0.."),
+        ("io_cpus", [10**6], "0.."),
+        ("namespace", 5, "a string"),
+        ("namespace", None, "a string"),
+        ("namespace", ["a"], "a string"),
+        ("admission", 5, "saria, full_duplicate, dram_only"),
+        ("admission", None, "or an object"),
+        ("admission", ["saria"], "or an object"),
+        ("ssd_paths", "/mnt/a", "a list of absolute paths"),
+        ("ssd_paths", [1], "a list of absolute paths"),
+        ("ssd_paths", None, "a list of absolute paths"),
+        ("ssd_paths", {"/mnt/a": 1}, "a list of absolute paths"),
+    ],
+)
+def test_b49_a_value_of_a_wrong_type_or_range_is_refused(key: str, value: object, accepted: str) -> None:
+    message = refusal({**WITH_SSD, key: value})
+    assert message.startswith(f"{key}: {value!r}")
+    assert accepted in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("policy", "lru", "one of saria, full_duplicate, dram_only"),
+        ("policy", "SARIA", "one of saria"),
+        ("policy", 2, "one of saria"),
+        ("evictions", 0, "a whole number from 1 to 255"),
+        ("evictions", 256, "a whole number from 1 to 255"),
+        ("evictions", True, "a whole number from 1 to 255"),
+        ("evictions", "2", "a whole number from 1 to 255"),
+        ("evictions", 2.0, "a whole number from 1 to 255"),
+        ("evictions", None, "a whole number from 1 to 255"),
+        ("reuses", -1, "a whole number from 0 to 65535"),
+        ("reuses", 65536, "a whole number from 0 to 65535"),
+        ("reuses", False, "a whole number from 0 to 65535"),
+        ("ghosts_max", 0, "a whole number from 1 to"),
+        ("ghosts_max", "1M", "a whole number from 1 to"),
+    ],
+)
+def test_b49_nested_values_are_named_with_their_path(key: str, value: object, accepted: str) -> None:
+    message = refusal({**MINIMAL, "admission": {key: value}})
+    assert message.startswith(f"admission.{key}: {value!r} is not {accepted}")
+
+
+def test_b49_an_unknown_policy_name_lists_the_policies() -> None:
+    message = refusal({**MINIMAL, "admission": "lru"})
+    assert message == "admission.policy: 'lru' is not one of saria, full_duplicate, dram_only"
+
+
+def test_b49_a_value_that_looks_like_an_error_path_is_still_named() -> None:
+    message = refusal({**MINIMAL, "ssd_engine": "x - at `$.namespace`"})
+    assert message.startswith("ssd_engine: 'x - at `$.namespace`' is not one of auto")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "relative/path", "./x", "../x", "", "saria", "~/saria", "~", "~root/x", "$HOME/saria", "${HOME}/saria",
+        "/mnt/$USER/saria", "/mnt/${POD}/saria", "/mnt/$(id)/x", "C:\\kv", "file:///mnt/a", "/mnt/a\0b",
+    ],
+)  # fmt: skip
+def test_b49_relative_paths_tildes_and_variables_are_refused(path: str) -> None:
+    message = refusal({**WITH_SSD, "ssd_paths": ["/mnt/ok", path]})
+    assert message.startswith(f"ssd_paths: {path!r} is not an absolute path")
+    assert "'~' and variables are not expanded" in message
+
+
+def test_b49_paths_are_made_plain() -> None:
+    config = SariaConfig.from_extra({**WITH_SSD, "ssd_paths": ["/mnt//a/", "//mnt/b/./c/..", "/cost$/1"]})
+    assert config.ssd_paths == ("/mnt/a", "/mnt/b", "/cost$/1")
+
+
+@pytest.mark.parametrize("paths", [["/mnt/a", "/mnt/a"], ["/mnt/a", "/mnt/./a/"], ["/mnt/a", "//mnt/a"]])
+def test_b49_a_path_given_twice_is_refused(paths: list[str]) -> None:
+    message = refusal({**WITH_SSD, "ssd_paths": paths})
+    assert message.startswith(f"ssd_paths: {paths!r} names a path twice")
+
+
+def test_b49_ssd_paths_and_capacity_go_together() -> None:
+    message = refusal({**MINIMAL, "ssd_paths": ["/mnt/a"]})
+    assert message.startswith("ssd_capacity: missing; accepted beside ssd_paths: a size with a unit")
+    message = refusal({**MINIMAL, "ssd_capacity": "1TiB"})
+    assert message.startswith("ssd_capacity: '1TiB' given without ssd_paths; accepted: both or neither")
+    assert SariaConfig.from_extra({**MINIMAL, "ssd_paths": []}).ssd_paths == ()
+
+
+def ssd_at(path: Path) -> dict[str, Any]:
+    return {**MINIMAL, "ssd_paths": [str(path)], "ssd_capacity": "1MiB"}
+
+
+def test_b49_a_missing_path_under_a_writable_directory_is_accepted_and_not_created(tmp_path: Path) -> None:
+    SariaConfig.from_extra(ssd_at(tmp_path / "not" / "there" / "yet")).check_machine()
+    assert list(tmp_path.iterdir()) == []
+    SariaConfig.from_extra(ssd_at(tmp_path)).check_machine()
+
+
+def a_file(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file"
+
+
+def below_a_file(tmp_path: Path) -> Path:
+    return a_file(tmp_path) / "below"
+
+
+def dangling_link(tmp_path: Path) -> Path:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    return tmp_path / "link"
+
+
+@pytest.mark.parametrize("make", [a_file, below_a_file, dangling_link])
+def test_b49_a_path_that_is_no_directory_is_refused(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    path = make(tmp_path)
+    message = machine_refusal(ssd_at(path))
+    assert message.startswith(f"ssd_paths: {str(path)!r}: ")
+    assert "is not a directory; accepted: a directory that this user can write in" in message
+
+
+def test_b49_an_unwritable_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`os.access` is replaced: root, as whom tests often run, may write in any directory."""
+    asked: list[tuple[str, int]] = []
+
+    def access(path: str, mode: int) -> bool:
+        asked.append((path, mode))
+        return False
+
+    monkeypatch.setattr(config_module.os, "access", access)
+    message = machine_refusal(ssd_at(tmp_path / "new"))
+    assert message.startswith(f"ssd_paths: {str(tmp_path / 'new')!r}: cannot write in {str(tmp_path)!r}; accepted: ")
+    assert asked == [(str(tmp_path), os.W_OK | os.X_OK)]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write in any directory")
+def test_b49_a_directory_without_write_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        assert "cannot write in" in machine_refusal(ssd_at(tmp_path / "new"))
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a file system that nobody can write to")
+def test_b49_a_path_on_a_file_system_without_room_is_refused() -> None:
+    """/proc has no blocks; as a user it is not writable either."""
+    message = machine_refusal({**MINIMAL, "ssd_paths": ["/proc/saria"], "ssd_capacity": "1MiB"})
+    assert "ssd_paths" in message
+
+
+def test_container_memory_limits_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limit, real_open = tmp_path / "max", open
+    monkeypatch.setattr(config_module, "open", lambda path: real_open(limit if "max" in path else path), raising=False)
+
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit.write_text(f"{1 << 20}\n")
+    assert memory_limit_bytes() == 1 << 20
+    limit.write_text("max\n")
+    assert memory_limit_bytes() <= host
+    limit.write_text(f"{1 << 62}\n")
+    assert memory_limit_bytes() <= host
