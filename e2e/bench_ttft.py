@@ -1,8 +1,8 @@
 """TTFT of a reload (DRAM, SSD, both) over TTFT cold, interleaved on one server: `python e2e/bench_ttft.py`.
 
-One round takes a prompt that nobody has seen: cold; reloaded from DRAM; then, with another prompt having pushed it out of
-DRAM, from SSD; and a prompt whose first half is on SSD and second half in DRAM. Every reload is proved by the bytes that
-its tier moved, and every answer is compared with the cold one.
+One round takes a prompt that nobody has seen: cold; reloaded from DRAM; then, with another prompt having pushed it out
+of DRAM, from SSD; and a prompt whose first half is on SSD and second half in DRAM. Every reload is proved by the bytes
+that its tier moved, and every answer is compared with the first one.
 """
 
 from __future__ import annotations

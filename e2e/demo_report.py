@@ -52,11 +52,12 @@ def print_table(results: list[Result]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=130)
-    title = "TTFT: mean ms of turns by class (number of turns; ms of the very same turns without a connector)"
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for head in (*CLASSES.values(), "all but first", "from DRAM\ntokens", "from SSD\ntokens", "written\nto SSD"):
-        table.add_column(head, justify="right")
+    title = "mean TTFT in ms by class of turn, n turns (was: the very same turns without a connector)"
+    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
+    table.add_column("", no_wrap=True)
+    heads = ("first", "HBM", "DRAM\nhit", "SSD\nhit", "mixed", "miss", "all but\nfirst")
+    for head in (*heads, "from DRAM\ntokens", "from SSD\ntokens", "written\nto SSD"):
+        table.add_column(head, justify="right", no_wrap=True)
     plain = results[0]["arm"]
     for result in results:
         cells = [_class_cell(result, name, result["arm"] != plain) for name in CLASSES]
@@ -72,7 +73,7 @@ def _class_cell(result: Result, name: str, compare: bool) -> str:
     row = result["report"]["classes"].get(name)
     if row is None:
         return "-"
-    text = f"{row['ttft']['mean'] * 1000:.0f} (n={row['ttft']['n']})"
+    text = f"[bold]{row['ttft']['mean'] * 1000:.0f}[/bold]\n[dim]n={row['ttft']['n']}[/dim]"
     if compare and name in result["same_turns_plain_ttft_s"]:
         text += f"\n[dim]was {result['same_turns_plain_ttft_s'][name] * 1000:.0f}[/dim]"
     return text
@@ -163,6 +164,7 @@ def draw(results: list[Result], path: Path) -> None:
     middle.legend()
     right.bar(names, [written_bytes(result) / 2**20 for result in results], color="#b5544f")
     right.set_title("written to SSD, MiB")
+    right.set_ylim(bottom=0)
     for axes in (middle, right):
         axes.tick_params(axis="x", rotation=25)
     figure.savefig(path, dpi=120)

@@ -23,6 +23,8 @@ class Kind:
     model: str
     chunk_tokens: int
     prefix_chunks: int
+    dram_capacity: str
+    """Holds two prompts, not three."""
     launcher: tuple[str, ...] = ("-m", "vllm.entrypoints.cli.main")
     arguments: tuple[str, ...] = ()
     compare_with_local_hit: bool = False
@@ -30,11 +32,12 @@ class Kind:
 
 
 KINDS = {
-    "llama": Kind("llama-small", 128, 5),
+    "llama": Kind("llama-small", 128, 5, "6MiB"),
     "mla": Kind(
         "deepseek-v2",
         64,
         10,
+        "16MiB",
         launcher=(str(HERE / "serve_prefix_caching.py"),),
         arguments=("--enable-prefix-caching",),
         compare_with_local_hit=True,

@@ -1,4 +1,4 @@
-"""`kill -9` of the server in the middle of SSD writes: every restart works, nothing wrong is returned, little is lost."""
+"""`kill -9` of the server in the middle of SSD writes: restarts work, nothing wrong is returned, little is lost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from models import ensure_model
 from reloading import connector, counters, make_prompt, reload
 from saria_vllm.cli.replay_drive import parse_counters
@@ -63,7 +64,7 @@ def test_kill_9_during_ssd_writes(tmp_path: Path) -> None:
             killed_writing += visible > before
         finally:
             server.stop()
-    print(f"killed {ROUNDS} times, {killed_writing} of them after new writes; lost at most {lost_most:.2%} of what was visible")
+    print(f"killed {ROUNDS} times, {killed_writing} after new writes; lost at most {lost_most:.2%} of what was visible")
     assert killed_writing >= ROUNDS // 2
 
 

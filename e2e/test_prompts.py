@@ -1,4 +1,4 @@
-"""Lengths that break other tiers: whole blocks, chunked prefill, generated tokens. One real server, block = chunk = 32."""
+"""Lengths that break other tiers: whole blocks, chunked prefill, generated tokens. Block = chunk = 32 tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from models import ensure_model
 from reloading import connector, make_prompt, reload
 from server import Server
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.vllm
 BLOCK = 32
 BATCH = 64
 OPTIONS = [
-    "--max-model-len", "2048", "--max-num-seqs", "4", "--block-size", str(BLOCK), "--max-num-batched-tokens", str(BATCH),
+    "--max-model-len", "2048", "--max-num-seqs", "4", "--block-size", str(BLOCK),
+    "--max-num-batched-tokens", str(BATCH),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from models import ensure_model
 from reloading import connector, counters, make_prompt, reload
 from server import Server, ServerDied
@@ -58,7 +59,8 @@ def test_by_name_inside_multiconnector_with_ngram_speculation(tmp_path: Path) ->
         assert hit.answer.token_ids == right.token_ids
         assert hit.answer.cached_tokens == (len(first) + 59) // CHUNK_TOKENS * CHUNK_TOKENS
         assert hit.bytes_from("dram") > 0
-        drafts = [line for line in server.metrics().splitlines() if line.startswith("vllm:spec_decode_num_drafts_total")]
+        lines = server.metrics().splitlines()
+        drafts = [line for line in lines if line.startswith("vllm:spec_decode_num_drafts_total")]
         assert float(drafts[0].rpartition(" ")[2]) > 0, "no draft was made, so nothing was tested"
         assert counters(server)["stored_chunks"] >= 2 * 3, "both children store"
 
@@ -71,7 +73,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if i > 1 else ()) for i, n in enumerate(REFUSED)])
+SLOW = ("sliding windows",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in REFUSED])
 def test_refused_at_start_with_one_clear_line(name: str, tmp_path: Path) -> None:
     model, extra, message = REFUSED[name]
     dtype = "bfloat16" if model == "qwen3-next" else "float32"

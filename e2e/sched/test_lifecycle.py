@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from saria_vllm.types import JobResult
 from vllm.v1.request import RequestStatus
 
 from harness import Engine, prompt
+from saria_vllm.types import JobResult
 
 pytestmark = pytest.mark.vllm
 Make = Callable[..., Engine]
@@ -156,8 +157,8 @@ def test_b34_a_preempted_request_comes_back_while_its_stores_are_in_flight(make:
 def test_b34_memory_pressure_waits_for_held_blocks_and_then_preempts(make: Make) -> None:
     engine = make(blocks=30, batched_tokens=256)
     engine.worker.auto_stores = False
-    engine.add("one", prompt(150), 80)
-    engine.add("two", prompt(150, seed=1), 80)
+    engine.add("one", prompt(150), 100)
+    engine.add("two", prompt(150, seed=1), 100)
     for _ in range(200):
         engine.step()
         if engine.pool.get_num_free_blocks() == 0 and engine.side._held:
@@ -168,20 +169,26 @@ def test_b34_memory_pressure_waits_for_held_blocks_and_then_preempts(make: Make)
     engine.worker.end_all()
     engine.run()
     assert any(request.num_preemptions for request in engine.requests.values())
-    assert [len(tokens) for tokens in engine.outputs.values()] == [80, 80]
+    assert [len(tokens) for tokens in engine.outputs.values()] == [100, 100]
 
 
-def test_abort_of_a_load_that_another_request_found_bad_stores_nothing_unread(make: Make) -> None:
+@pytest.mark.parametrize("tier", ["dram", "ssd"])
+def test_abort_of_a_load_that_another_request_found_bad_stores_nothing_unread(
+    make: Make, tier: str, tmp_path: Path
+) -> None:
     """vLLM counts the tokens of a load in flight as computed. Storing them would keep bytes that were never loaded."""
-    engine = make()
+    more = {"ssd_paths": [f"{tmp_path}/ssd"], "ssd_capacity": "64MiB", "admission": "full_duplicate"}
+    engine = make(block_bytes=512 << 10, dram_capacity="8MiB", **(more if tier == "ssd" else {}))
     engine.serve("cold", prompt(100))
+    if tier == "ssd":
+        engine.serve("filler 1", prompt(256, seed=1))
+        engine.serve("filler 2", prompt(256, seed=2))
     engine.flush_hbm()
     engine.worker.auto_loads = False
     engine.add("one", prompt(100))
     engine.steps_of(3)
     engine.add("two", prompt(100))
-    engine.now += 60
-    engine.steps_of(2)
+    engine.steps_of(3)
     engine.now += 60
     engine.steps_of(3)
     assert sorted(engine.worker.loads) == ["one", "two"]
@@ -192,6 +199,26 @@ def test_abort_of_a_load_that_another_request_found_bad_stores_nothing_unread(ma
     engine.worker.auto_loads = True
     engine.worker.end_all()
     engine.run()
+    assert engine.outputs["one"] == engine.outputs["cold"]
+
+
+def test_b27_a_failed_load_does_not_stop_those_that_have_landed(make: Make) -> None:
+    """Found by the soak: vLLM asks the failed request first, and its own old reservation leaves it no room to load."""
+    engine = make(blocks=40)
+    prefixes = [prompt(96), prompt(176, seed=1), prompt(32, seed=2)]
+    for number, prefix in enumerate(prefixes):
+        engine.serve(f"cold {number}", prefix)
+    engine.flush_hbm()
+    engine.worker.auto_loads = False
+    for number, more in enumerate([49, 26, 152]):
+        engine.add(f"{number}", prefixes[number] + prompt(more, seed=9), 3)
+    engine.steps_of(4)
+    assert len(engine.worker.loads) == 3
+    engine.worker.end_load("0", failed=[5])
+    engine.worker.auto_loads = True
+    engine.worker.end_all()
+    engine.run(60)
+    assert engine.offered("0") == [96, 80, 0]
 
 
 @pytest.mark.parametrize("finish", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from saria_connector import scheduler as scheduler_half
-from saria_vllm.types import NULL_BLOCK
 
 from harness import Engine, prompt, tokens_in
+from saria_connector import scheduler as scheduler_half
+from saria_vllm.types import NULL_BLOCK
 
 pytestmark = pytest.mark.vllm
 Make = Callable[..., Engine]
@@ -19,7 +20,7 @@ Make = Callable[..., Engine]
 def test_b07_a_hit_that_ends_inside_a_block_is_not_rounded_up(make: Make, block_tokens: int, chunk_blocks: int) -> None:
     engine = make(block_tokens=block_tokens, chunk_blocks=chunk_blocks, blocks=128, batched_tokens=1024)
     chunk = chunk_blocks * block_tokens
-    edges = {n * chunk + d for n in range(4) for d in (-1, 0, 1)} | {n * block_tokens + d for n in (1, 2, 3) for d in (-1, 0, 1)}
+    edges = {n * unit + more for unit in (chunk, block_tokens) for n in range(4) for more in (-1, 0, 1)}
     for stored in sorted(edges):
         if not 0 < stored <= 3 * chunk:
             continue
@@ -117,7 +118,7 @@ def test_b06_a_failed_load_is_recomputed_or_fails_the_request(make: Make, bad: s
 
 
 @pytest.mark.parametrize("tier", ["dram", "ssd"])
-def test_b24_a_bad_record_is_read_once_and_the_request_ends(make: Make, tier: str, tmp_path: object) -> None:
+def test_b24_a_bad_record_is_read_once_and_the_request_ends(make: Make, tier: str, tmp_path: Path) -> None:
     more = {"ssd_paths": [f"{tmp_path}/ssd"], "ssd_capacity": "64MiB", "admission": "full_duplicate"}
     engine = make(block_bytes=512 << 10, dram_capacity="8MiB", **(more if tier == "ssd" else {}))
     first = engine.serve("cold", prompt(100), 4)
@@ -218,6 +219,49 @@ def test_b50_nobody_waits_for_ever_for_a_load_that_hangs(make: Make) -> None:
     engine.worker.end_load("waits")
     engine.steps_of(4)
     assert engine.outputs["waits"] and not engine.outputs["hangs"]
+
+
+def test_b50_a_request_that_waited_its_time_does_not_wait_again_when_its_load_does_not_fit(make: Make) -> None:
+    engine = make(blocks=30, batched_tokens=512)
+    engine.serve("first", prompt(160))
+    engine.flush_hbm()
+    engine.worker.auto_loads = False
+    engine.add("hangs", prompt(160))
+    engine.steps_of(3)
+    engine.add("runs", prompt(200, seed=2), 60)
+    engine.add("waits", prompt(160))
+    engine.steps_of(3)
+    engine.now += scheduler_half.WAIT_S
+    engine.steps_of(5)
+    assert engine.offered("waits")[-1] and "waits" not in engine.worker.loads
+    while "runs" not in engine.finished:
+        engine.step()
+    engine.steps_of(3)
+    assert "waits" in engine.worker.loads
+
+
+def test_b25_loads_of_queued_requests_leave_dram_to_stores(make: Make, tmp_path: Path) -> None:
+    """SSD chunks go straight into HBM: a queued request takes no slot, and reads what it reads once."""
+    engine = make(
+        block_bytes=512 << 10, dram_capacity="16MiB", ssd_paths=[f"{tmp_path}/ssd"], ssd_capacity="512MiB",
+        admission="full_duplicate", blocks=200, requests_max=4, batched_tokens=512,
+    )  # fmt: skip
+    for number in range(20):
+        engine.serve(f"cold {number}", prompt(320, seed=number))
+    engine.flush_hbm()
+    used = engine.side.tiers.slots.used[0]
+    engine.worker.auto_loads = engine.worker.auto_stores = False
+    for number in range(20):
+        engine.add(f"again {number}", prompt(320, seed=number))
+    engine.steps_of(5)
+    assert len(engine.worker.loads) >= 4 and engine.side.tiers.slots.used[0] <= used
+    engine.worker.auto_loads = engine.worker.auto_stores = True
+    engine.worker.end_all()
+    engine.run()
+    assert max(engine.worker.reads.values()) == 1
+    assert all(engine.outputs[f"again {number}"] == engine.outputs[f"cold {number}"] for number in range(20))
+    engine.serve("new", prompt(130, seed=50))
+    assert engine.stored_chunks("new") == 8
 
 
 def test_a_load_that_does_not_fit_is_offered_again_and_planned_once(make: Make) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import prometheus_client
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -86,6 +85,8 @@ def test_b36_abort_while_another_connector_loads_stores_no_block_it_has_not_fill
 
 @pytest.mark.parametrize("order", ["ours first", "stub first"])
 def test_b36_statistics_go_through_multi_connector(make: Make, order: str) -> None:
+    import prometheus_client
+
     engine = make(connector=both(order))
     engine.serve("cold", prompt(100))
     engine.flush_hbm()

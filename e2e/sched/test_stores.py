@@ -25,6 +25,17 @@ def test_b55_generated_tokens_are_stored_but_not_the_last_sampled_one(
     assert engine.offered("turn 2") == [computed // engine.chunk_tokens * engine.chunk_tokens]
 
 
+@pytest.mark.parametrize("generated", [27, 28, 29])
+def test_b55_a_stop_token_that_fills_a_chunk_is_not_claimed(make: Make, generated: int) -> None:
+    """Under asynchronous scheduling the step that computes it is in flight when the request ends."""
+    answer = make().serve("probe", prompt(100), 60)
+    assert answer.index(answer[generated - 1]) == generated - 1
+    engine = make()
+    stopped = engine.serve("turn 1", prompt(100), 60, sampling={"stop_token_ids": [answer[generated - 1]]})
+    assert len(stopped) == generated
+    assert engine.stored_chunks("turn 1") == (100 + generated - 1) // 16
+
+
 @pytest.mark.parametrize("right", [[], [3] * 40, [3, 0, 2, 1] * 20, [0, 3] * 30, [1] * 60], ids=str)
 @pytest.mark.parametrize("max_tokens", [61, 64])
 def test_drafts_are_stored_only_once_they_are_confirmed(make: Make, right: list[int], max_tokens: int) -> None:
@@ -97,7 +108,7 @@ def test_a_full_dram_tier_stores_less_and_goes_on(make: Make) -> None:
 
 def test_requests_in_company_store_and_load_right(make: Make) -> None:
     """Long mixed traffic through a small HBM and a small DRAM tier, with transfers that end late."""
-    engine = make(block_bytes=512 << 10, dram_capacity="16MiB", blocks=60, batched_tokens=128, chunk_blocks=2)
+    engine = make(block_bytes=512 << 10, dram_capacity="64MiB", blocks=40, batched_tokens=128, chunk_blocks=2)
     engine.worker.auto_loads = engine.worker.auto_stores = False
     for number in range(60):
         shared = prompt(32 * (number % 5), seed=number % 3)

@@ -247,6 +247,7 @@ class SsdThread:
             case Write(job):
                 try:
                     self._store.abandon(job.group, job.extent)
+                    self._store.forget(job.extent)  # In case that it failed behind its commit.
                 except Exception:
                     self._ends.count("internal_errors", 1)
                 self._ends.job(JobResult(job.job_id, (0,), reason))

@@ -278,9 +278,18 @@ class Tiers:
             if self.index.dram[row] == VALID and self.index.ssd[row] == NONE:
                 self._count_admission(self.admission.reused(self.index.evictions[row], self.index.reuses[row]))
                 persists += self._persist(row, now)
-        while (row := self._victim()) != -1:
+        while (row := self._victim()) != -1 and not self._may_wait(row):
             persists += self._evict(row, now)
         return persists
+
+    def _may_wait(self, row: int) -> bool:
+        """Whether a chunk worth an SSD write should stay until the writes before it have ended: while half of the
+        headroom is there. Below that it is dropped, for a store never waits for a disk."""
+        index, group = self.index, self.index.group[row]
+        if self.extents is None or index.ssd[row] != NONE or not self._persist_queue_full(group):
+            return False
+        admit = self.admission.evicted(min(index.evictions[row] + 1, 0xFF), index.reuses[row]).admit
+        return admit and self.slots.slabs_short([-(-wanted // 2) for wanted in self._headroom]) <= 0
 
     def _victim(self) -> int:
         """The row to evict next, -1 when the headroom is there for all groups at once or nothing can be evicted."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import hashlib
 import itertools
 import os
@@ -213,10 +212,13 @@ class Rig:
     """Of group 0; group 1 gets what fits in as many bytes."""
     segments_max: int = 1000
     slabs: int = SLABS
+    page_maps: Mapping[int, _native.PageMap] | None = None
+    """Pages that are not of `pages`."""
 
     def __post_init__(self) -> None:
         self.hbm = {group: Hbm(pages, self.blocks) for group, pages in self.pages.items()}
-        self.maps = {group: FaultyMap(hbm.map) for group, hbm in self.hbm.items()}
+        maps = self.page_maps or {group: hbm.map for group, hbm in self.hbm.items()}
+        self.maps = {group: FaultyMap(page_map) for group, page_map in maps.items()}
         self.pool = DramPool(f"t{os.getpid()}-{next(_numbers)}", self.slabs * SLAB_BYTES, 0, 1, SLAB_BYTES)
         self.engines: list[FaultyEngine] = []
         self.executor = Executor(
@@ -360,7 +362,6 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
 
 def holdings() -> tuple[list[str], list[str], list[str]]:
     """What must be the same before and after a test: open files, our threads, pools in /dev/shm."""
-    gc.collect()
     files = []
     for fd in os.listdir("/proc/self/fd"):
         try:

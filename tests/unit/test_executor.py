@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from doubles import (
     SHAPES,
     SLAB_BYTES,
@@ -24,7 +25,6 @@ from doubles import (
     wait_for,
     whose,
 )
-
 from saria_vllm.engine import executor as executor_module
 from saria_vllm.engine import ssd_thread as ssd_thread_module
 from saria_vllm.engine.executor import PIECE_BYTES
@@ -200,9 +200,7 @@ def test_records_larger_than_a_piece_or_than_the_staging_memory(make_rig: MakeRi
     rig.check_quiet()
 
 
-def test_loads_overtake_stores_also_in_the_middle_of_one(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_overtake_stores_also_in_the_middle_of_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "PIECE_BYTES", 1)  # a look at the queues after every chunk
     entered, go_on, order = threading.Event(), threading.Event(), []
 
@@ -282,9 +280,7 @@ def test_a_persist_from_before_a_reset_is_never_found_under_the_new_generation(m
     assert make_rig().open(generation=2).found == []
 
 
-def test_a_reset_while_the_ssd_tier_opens_reaches_the_store(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reset_while_the_ssd_tier_opens_reaches_the_store(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it comes at the last moment: after the opener has looked at the generation."""
     first = make_rig()
     first.open()
@@ -428,7 +424,7 @@ def test_a_lost_write_is_found(rig: Rig) -> None:
 
 
 def test_every_thread_of_every_drive_reads(make_rig: MakeRig) -> None:
-    rig = make_rig(drives=2, io_threads=3)
+    rig = make_rig(drives=2, io_threads=2)
     rig.open()
     keys = [b"%d" % n for n in range(12)]
     extents = [Extent(n % 2, n // 8, n % 8 // 2) for n in range(12)]
@@ -440,8 +436,8 @@ def test_every_thread_of_every_drive_reads(make_rig: MakeRig) -> None:
     ]
     assert rig.loaded(rig.load(*items)).failed == []  # striped: the drives alternate
     assert all(rig.is_at(0, key, range(4 * n, 4 * n + 4)) for n, key in enumerate(keys))
-    assert [engine.submits["read"] for engine in rig.engines] == [2] * 6
-    assert [engine.submits["write"] for engine in rig.engines] == [6, 6, 0, 0, 0, 0]
+    assert [engine.submits["read"] for engine in rig.engines] == [3, 3, 3, 3]
+    assert [engine.submits["write"] for engine in rig.engines] == [6, 6, 0, 0]
 
 
 def test_a_topic_is_said_once_and_failures_are_all_reported(rig: Rig) -> None:
@@ -678,6 +674,7 @@ def test_b04_a_record_is_a_miss_until_it_is_complete(rig: Rig) -> None:
             if found != payload(keys[extent], 12_000) or not checksum:
                 wrong.append(extent)
             seen[number].add(extent)
+            time.sleep(0.001)
 
     readers = [threading.Thread(target=read, args=(number,)) for number in range(8)]
     for reader in readers:

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import pytest
+
+from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy.admission import make_admission
+from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.slots import SlotAllocator
+from saria_vllm.policy.tiers import Tiers
+from saria_vllm.types import GroupShape, JobResult
 from tier_steps import (
     DRAM_ONLY,
     KEYS,
@@ -17,13 +24,6 @@ from tier_steps import (
     plan_store,
     store,
 )
-
-from saria_vllm.config import AdmissionConfig
-from saria_vllm.policy.admission import make_admission
-from saria_vllm.policy.extents import ExtentAllocator
-from saria_vllm.policy.slots import SlotAllocator
-from saria_vllm.policy.tiers import Tiers
-from saria_vllm.types import GroupShape, JobResult
 
 # Stores and matches.
 
@@ -478,3 +478,17 @@ def test_two_groups_are_stored_and_offered_together(ranks: int) -> None:
     assert tiers.match(KEYS, 0, 3) == 1, "group 1 lost its second chunk"
     again = plan_store(tiers, KEYS[:3])
     assert [(item.group, item.blocks) for item in again.items] == [(1, (1,))]
+
+
+def test_a_chunk_worth_a_write_waits_while_half_of_the_headroom_is_there() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(evictions=1), headroom=4, persist_records=1)
+    store(tiers, KEYS[:6])
+    first = tiers.make_room(0.0)
+    assert [job.key for job in first] == [b"k5"], "two slots are free: the rest may wait"
+    assert tiers.make_room(0.0) == []
+    end(tiers, *first)
+    assert [job.key for job in tiers.make_room(0.0)] == [b"k4"]
+    assert "dropped_chunks:persist_queue_full" not in tiers.counts
+    store(tiers, KEYS[6:8])
+    tiers.make_room(0.0)
+    assert tiers.counts["dropped_chunks:persist_queue_full"] > 0, "a store never waits for a disk"

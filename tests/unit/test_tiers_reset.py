@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from saria_vllm.config import AdmissionConfig
+from saria_vllm.types import Extent, FoundChunk
 from tier_steps import (
     KEYS,
     end,
@@ -12,9 +14,6 @@ from tier_steps import (
     plan_store,
     store,
 )
-
-from saria_vllm.config import AdmissionConfig
-from saria_vllm.types import Extent, FoundChunk
 
 
 def found(key: bytes, parent: bytes, segment: int, record: int, group: int = 0, drive: int = 0) -> FoundChunk:
