@@ -242,7 +242,7 @@ class Executor:
                     self._wake.wait()
                 if self._closing:
                     break
-                store = None if self._loads else self._stores.popleft()
+                store = self._stores.popleft() if self._stores else None
             self._copy_loads()
             if store is not None:
                 self._copy_store(store)

@@ -31,7 +31,7 @@ from saria_vllm.engine.executor import PIECE_BYTES
 from saria_vllm.engine.ssd_thread import STAGING_BYTES, depth_for
 from saria_vllm.errors import ConfigError, StorageError
 from saria_vllm.storage.segments import SegmentStore
-from saria_vllm.types import NULL_BLOCK, Extent, GroupShape, LoadItem, LoadJob, Slot, StoreItem
+from saria_vllm.types import NULL_BLOCK, Extent, GroupShape, JobResult, LoadItem, LoadJob, Slot, StoreItem
 
 MakeRig = Callable[..., Rig]
 
@@ -450,6 +450,16 @@ def test_a_topic_is_said_once_and_failures_are_all_reported(rig: Rig) -> None:
     assert "counted from now on" in about_reads[0]
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"), [(errno.ENOSPC, "disk_full"), (errno.EDQUOT, "disk_full"), (5, "write_failed")]
+)
+def test_b40_a_full_disk_is_told_from_a_broken_one(rig: Rig, code: int, reason: str) -> None:
+    rig.faults = lambda _transfer: Fault(result=-code)
+    assert rig.put_on_ssd(0, b"a", Extent(0, 0, 0)) == JobResult(1, (0,), reason)
+    rig.faults = lambda _transfer: None
+    assert rig.put_on_ssd(0, b"a", Extent(0, 0, 1)).failed == ()
+
+
 def test_the_log_says_what_the_store_noted(make_rig: MakeRig, tmp_path: Path) -> None:
     (tmp_path / "drive0" / "r0").mkdir(parents=True)
     for segment in range(10):
@@ -519,6 +529,18 @@ def test_close_waits_for_no_long_store(make_rig: MakeRig, monkeypatch: pytest.Mo
     assert time.monotonic() - start < 1
     assert len(rig.result(store).failed) == 100
     assert rig.loaded(load).failed
+
+
+def test_close_waits_for_no_long_queue(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of work that is done at once, such as unlinking."""
+    rig = make_rig()
+    rig.open()
+    monkeypatch.setattr(SegmentStore, "retire", lambda *_args: time.sleep(0.05))
+    for segment in range(100):
+        rig.executor.retire(0, segment)
+    (thread,) = rig.executor._ssd
+    rig.executor.close()
+    assert not thread._thread.is_alive()
 
 
 def test_close_while_a_drive_hangs_is_bounded_and_frees_nothing_that_is_in_use(make_rig: MakeRig) -> None:
