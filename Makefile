@@ -9,7 +9,7 @@ export PYTHON
 
 help:
 	@echo "make demo       agent sessions through HBM, DRAM and SSD with a real vLLM server: one table, one picture"
-	@echo "make test       the tests that need no vLLM server"
+	@echo "make test       the tests that need no vLLM"
 	@echo "make e2e-quick  short tests with a real vLLM server;  make e2e: all of them"
 	@echo "make lint       ruff and mypy;  make format: ruff format"
 	@echo "make clean      remove .venv and everything built or made here"
@@ -23,10 +23,10 @@ demo: $(READY)
 	@$(BIN)/python e2e/demo.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest tests $(ARGS)
 
 e2e-quick: $(READY)
-	$(BIN)/pytest e2e -m "not slow" $(ARGS)
+	$(BIN)/pytest e2e $(ARGS)
 
 e2e: $(READY)
 	$(BIN)/pytest e2e --slow $(ARGS)

@@ -77,7 +77,7 @@ def test_b08_prompts_of_whole_blocks(pair: Pair, server: Server) -> None:
 def test_b09_every_step_of_a_chunked_prefill_is_stored(pair: Pair, server: Server, interleaved: bool) -> None:
     server.reset_prefix_cache(external=True)
     for number, prompt in enumerate(pair.chunked):
-        others = [make_prompt(400 + 10 * number + other, 300) for other in range(2 * interleaved)]
+        others = [make_prompt(5000 + 10 * number + other, 300) for other in range(2 * interleaved)]
         with ThreadPoolExecutor(3) as pool:
             answers = list(pool.map(server.complete, [prompt, *others]))
         assert answers[0].cached_tokens == 0

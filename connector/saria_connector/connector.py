@@ -64,7 +64,8 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
         if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
                 'SARIA: kv_load_failure_policy is "fail": a request whose reload fails will end with an error. '
-                'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config to have it recomputed instead.'
+                'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config to have it recomputed instead '
+                "(under MultiConnector at the top level, which decides and which we do not see)."
             )
         if not vllm_config.cache_config.enable_prefix_caching:
             logger.warning("SARIA: prefix caching is off in HBM; every reuse will come from DRAM or SSD.")

@@ -535,9 +535,11 @@ def test_close_waits_for_no_long_queue(make_rig: MakeRig, monkeypatch: pytest.Mo
     """Of work that is done at once, such as unlinking."""
     rig = make_rig()
     rig.open()
-    monkeypatch.setattr(SegmentStore, "retire", lambda *_args: time.sleep(0.05))
+    entered = threading.Event()
+    monkeypatch.setattr(SegmentStore, "retire", lambda *_args: entered.set() or time.sleep(0.05))
     for segment in range(100):
         rig.executor.retire(0, segment)
+    assert entered.wait(10)
     (thread,) = rig.executor._ssd
     rig.executor.close()
     assert not thread._thread.is_alive()
