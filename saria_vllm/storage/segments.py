@@ -18,6 +18,7 @@ written. They nest in one order, segment before store. No lock is held while pay
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ from saria_vllm.types import KEY_BYTES_MAX, Extent, FoundChunk, GroupShape, Open
 
 NOTES_MAX = 100
 
-READ_FDS_MAX = 256
+READ_FDS_MAX = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
 """Sealed segments whose files stay open for reading; the least recently read is closed first."""
 
 

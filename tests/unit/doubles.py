@@ -372,3 +372,7 @@ def holdings() -> tuple[list[str], list[str], list[str]]:
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("saria")]
     pools = [name for name in os.listdir("/dev/shm") if name.startswith(f"saria-pool-t{os.getpid()}-")]
     return sorted(files), sorted(threads), pools
+
+
+MakeRig = Callable[..., Rig]
+"""The fixture that makes rigs and closes them at the end."""

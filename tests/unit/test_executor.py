@@ -6,7 +6,6 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from doubles import (
     SHAPES,
     SLAB_BYTES,
     Fault,
+    MakeRig,
     Rig,
     Transfer,
     from_dram,
     from_ssd,
-    holdings,
     payload,
     wait_for,
     whose,
@@ -29,37 +28,9 @@ from saria_vllm.engine import executor as executor_module
 from saria_vllm.engine import ssd_thread as ssd_thread_module
 from saria_vllm.engine.executor import PIECE_BYTES
 from saria_vllm.engine.ssd_thread import STAGING_BYTES, depth_for
-from saria_vllm.errors import ConfigError, StorageError
+from saria_vllm.errors import StorageError
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import NULL_BLOCK, Extent, GroupShape, JobResult, LoadItem, LoadJob, Slot, StoreItem
-
-MakeRig = Callable[..., Rig]
-
-
-@pytest.fixture
-def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
-    """Rigs that are closed at the end, and must then leave nothing behind."""
-    before, rigs = holdings(), []
-
-    def make(**options: Any) -> Rig:
-        rigs.append(Rig(tmp_path, **options))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.executor.close()
-        assert all(engine.closed for engine in rig.engines)
-    wait_for(lambda: holdings() == before, 10)
-
-
-@pytest.fixture(params=["posix", "io_uring"])
-def rig(request: pytest.FixtureRequest, make_rig: MakeRig) -> Iterator[Rig]:
-    """One with an open SSD tier. Every job must have ended exactly once, and every buffer be back."""
-    opened = (rig := make_rig(engine=request.param)).open()
-    assert (opened.found, opened.next_segment, opened.problem) == ([], 0, "")
-    yield rig
-    rig.poll()
-    rig.check_quiet()
 
 
 def test_store_and_load_from_dram_into_other_blocks(rig: Rig) -> None:
@@ -474,166 +445,6 @@ def test_the_log_says_what_the_store_noted(make_rig: MakeRig, tmp_path: Path) ->
 
 def test_only_a_found_result_is_taken(rig: Rig) -> None:
     assert rig.executor.take_opened() is None
-
-
-# Closing.
-
-
-def test_close_with_queued_work_is_quick_and_ends_every_job_once(rig: Rig, make_rig: MakeRig) -> None:
-    for record in range(4):
-        rig.put_on_ssd(0, b"s%d" % record, Extent(0, 0, record))
-    rig.faults = lambda _transfer: Fault(delay_s=0.05)
-    rig.maps[0].fault = lambda _call, _blocks: time.sleep(0.01)
-    persists = [rig.persist(0, rig.slot(0, 0), Extent(0, 1 + n // 4, n % 4), b"w%d" % n) for n in range(300)]
-    stores = [rig.store(StoreItem(0, rig.slot(0, n), (0, 1, 2, 3))) for n in range(200)]
-    read = from_ssd(0, (4, 5, 6, 7), Extent(0, 0, 1), b"s1")
-    loads = [rig.load(read, from_dram(0, (8, 9, 10, 11), rig.slot(0, 0))) for _ in range(300)]
-    threads = [thread._thread for thread in rig.executor._ssd]
-    start = time.monotonic()
-    rig.executor.close()
-    assert time.monotonic() - start < 3
-    assert not any(thread.is_alive() for thread in [*threads, rig.executor._copier])
-    late = [
-        rig.store(StoreItem(0, rig.slot(0, 0), (0, 1, 2, 3))),
-        rig.persist(0, rig.slot(0, 0), Extent(0, 90, 0), b"l"),
-    ]
-    loads.append(rig.load(read, from_dram(0, (8, 9, 10, 11), rig.slot(0, 0))))
-    rig.executor.retire(0, 0)
-    rig.poll()
-    for job in (*persists, *stores, *late):
-        assert len(rig.results[job]) == 1
-    assert sorted(rig.loads) == loads
-    assert all(len(states) == 1 and states[0].items_left == 0 for states in rig.loads.values())
-    assert all(rig.results[job][0].failed for job in late)
-    assert rig.loads[loads[-1]][0].failed
-    rig.executor.close()
-    # What was reported as persisted is there, nothing else is.
-    kept = {b"w%d" % n for n, job in enumerate(persists) if not rig.results[job][0].failed}
-    again = make_rig()
-    found = again.open().found
-    assert {chunk.key for chunk in found} == kept | {b"s%d" % n for n in range(4)}
-    assert len(kept) < 300
-    rig.executor = again.executor  # for the fixture's last look
-
-
-def test_close_waits_for_no_long_store(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job of many pieces stops between two of them: the pool is unmapped next."""
-    monkeypatch.setattr(executor_module, "PIECE_BYTES", 1)
-    rig = make_rig()
-    rig.maps[0].fault = lambda _call, _blocks: time.sleep(0.05)
-    store = rig.store(*(StoreItem(0, rig.slot(0, n), (0, 1, 2, 3)) for n in range(100)))
-    load = rig.load(*(from_dram(0, (4, 5, 6, 7), rig.slot(0, n)) for n in range(100)))
-    time.sleep(0.1)
-    start = time.monotonic()
-    rig.executor.close()
-    assert time.monotonic() - start < 1
-    assert len(rig.result(store).failed) == 100
-    assert rig.loaded(load).failed
-
-
-def test_close_waits_for_no_long_queue(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of work that is done at once, such as unlinking."""
-    rig = make_rig()
-    rig.open()
-    entered = threading.Event()
-    monkeypatch.setattr(SegmentStore, "retire", lambda *_args: entered.set() or time.sleep(0.05))
-    for segment in range(100):
-        rig.executor.retire(0, segment)
-    assert entered.wait(10)
-    (thread,) = rig.executor._ssd
-    rig.executor.close()
-    assert not thread._thread.is_alive()
-
-
-def test_close_while_a_drive_hangs_is_bounded_and_frees_nothing_that_is_in_use(make_rig: MakeRig) -> None:
-    rig = make_rig(drives=2, io_threads=2)
-    rig.open()
-    rig.put_on_ssd(0, b"a", Extent(0, 0, 0))
-    told = threading.Event()
-    rig.faults = lambda _transfer: Fault(hold=told)
-    rig.fill(0, b"foreign", (0, 1, 2, 3))
-    persists = [rig.persist(0, rig.slot(0, 0), Extent(drive, 1, 0), b"h") for drive in (0, 1)]
-    loads = [rig.load(from_ssd(0, (0, 1, 2, 3), Extent(0, 0, 0), b"a")) for _ in range(2)]
-    wait_for(lambda: sum(len(thread._in_flight) for thread in rig.executor._ssd) == 4)
-    start = time.monotonic()
-    rig.executor.close()
-    assert time.monotonic() - start < 3
-    assert rig.executor._store is not None and not rig.executor._store._closed
-    rig.pool.address(rig.slot(0, 0), 4096)
-    told.set()  # the drive comes back
-    for thread in rig.executor._ssd:
-        thread._thread.join(10)
-    assert rig.is_at(0, b"foreign", (0, 1, 2, 3)), "HBM was written after close"
-    assert all(rig.loaded(job).failed == [0] for job in loads)
-    assert all(rig.result(job).failed == () for job in persists)
-    rig.executor.close()
-    assert rig.executor._store._closed
-
-
-def test_close_while_the_ssd_tier_opens(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig()
-    recover, entered, go_on = SegmentStore.recover, threading.Event(), threading.Event()
-
-    def slow(store: SegmentStore) -> Any:
-        entered.set()
-        assert go_on.wait(10)
-        return recover(store)
-
-    monkeypatch.setattr(SegmentStore, "recover", slow)
-    opener = threading.Thread(target=rig.open)
-    opener.start()
-    assert entered.wait(10)
-    monkeypatch.setattr(executor_module, "CLOSE_S", 0.1)
-    rig.executor.close()
-    go_on.set()
-    opener.join()
-    assert rig.executor._ssd == []
-
-
-@pytest.mark.parametrize("fails", ["store", "recover", "second engine", "second thread"])
-def test_an_ssd_tier_that_cannot_open_is_off_and_leaves_nothing(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: str
-) -> None:
-    rig = make_rig(io_threads=3)
-    opens = [0]
-    open_engine, thread = Rig._open_engine, executor_module.SsdThread
-
-    def second_fails(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def opens_once(*args: Any) -> Any:
-            opens[0] += 1
-            if opens[0] == 2 and fails == kind:
-                raise ConfigError("no second one") if kind == "second engine" else MemoryError("no second one")
-            return call(*args)
-
-        return opens_once
-
-    if fails == "store":
-        (tmp_path / "drive0").mkdir()
-        (tmp_path / "drive0" / "r0").write_text("in the way")
-    elif fails == "recover":
-        monkeypatch.setattr(SegmentStore, "recover", lambda _store: 1 // 0)
-    elif fails == "second engine":
-        monkeypatch.setattr(Rig, "_open_engine", second_fails(fails, open_engine))
-    else:
-        monkeypatch.setattr(executor_module, "SsdThread", second_fails(fails, thread))
-    opened = rig.open()
-    assert opened.found == []
-    assert opened.problem
-    assert rig.loaded(rig.load(from_ssd(0, (0, 1, 2, 3), Extent(0, 0, 0), b"s"))).reason == "not_found"
-    assert all(engine.closed for engine in rig.engines)
-    assert not [name for name in holdings()[1] if "ssd" in name or "posix" in name]
-
-
-def test_opening_and_closing_leaves_descriptors_and_threads_flat(make_rig: MakeRig) -> None:
-    """The fixture compares; here it is many times."""
-    before = holdings()
-    for _ in range(5):
-        rig = make_rig(engine="io_uring", io_threads=2)
-        rig.open()
-        rig.put_on_ssd(0, b"s", Extent(0, 0, 0))
-        rig.executor.retire(0, 0)
-        rig.executor.close()
-    wait_for(lambda: holdings() == before, 10)
 
 
 # Scenarios of shared/scenarios.md.

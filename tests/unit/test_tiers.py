@@ -314,10 +314,10 @@ def test_a_failed_write_pauses_the_drive_and_drops_the_evicted_chunk() -> None:
     tiers = make_tiers(admission=AdmissionConfig(evictions=1))
     store(tiers, KEYS[:3])
     first, *rest = evict_all(tiers)
-    end(tiers, first, failed=(0,), now=100.0)
+    end(tiers, first, failed=(0,), now=100.0, reason="write_failed")
     end(tiers, *rest)
     assert tiers.match([first.key], 0, 1) == 0
-    assert tiers.counts["errors:checksum"] == 1
+    assert tiers.counts["errors:write_failed"] == 1
     store(tiers, [b"x", b"y"])
     assert evict_all(tiers, now=109.0) == []
     assert tiers.counts["dropped_chunks:ssd_full"] == 2

@@ -59,9 +59,15 @@ def plan_load(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | No
     return tiers.plan_load("r", keys, first, end, blocks(first, end, len(tiers.shapes)))
 
 
-def end(tiers: Tiers, *jobs: StoreJob | LoadJob | PersistJob, failed: tuple[int, ...] = (), now: float = 0.0) -> None:
+def end(
+    tiers: Tiers,
+    *jobs: StoreJob | LoadJob | PersistJob,
+    failed: tuple[int, ...] = (),
+    now: float = 0.0,
+    reason: str = "checksum",
+) -> None:
     for job in jobs:
-        tiers.finished(JobResult(job.job_id, failed, "checksum" if failed else ""), now)
+        tiers.finished(JobResult(job.job_id, failed, reason if failed else ""), now)
         tiers.check()
 
 

@@ -1,0 +1,42 @@
+"""Fixtures of the executor's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doubles import (
+    MakeRig,
+    Rig,
+    holdings,
+    wait_for,
+)
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
+    """Rigs that are closed at the end, and must then leave nothing behind."""
+    before, rigs = holdings(), []
+
+    def make(**options: Any) -> Rig:
+        rigs.append(Rig(tmp_path, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.executor.close()
+        assert all(engine.closed for engine in rig.engines)
+    wait_for(lambda: holdings() == before, 10)
+
+
+@pytest.fixture(params=["posix", "io_uring"])
+def rig(request: pytest.FixtureRequest, make_rig: MakeRig) -> Iterator[Rig]:
+    """One with an open SSD tier. Every job must have ended exactly once, and every buffer be back."""
+    opened = (rig := make_rig(engine=request.param)).open()
+    assert (opened.found, opened.next_segment, opened.problem) == ([], 0, "")
+    yield rig
+    rig.poll()
+    rig.check_quiet()
