@@ -71,13 +71,14 @@ class Rounds:
             self.seconds[kind].append(seconds)
 
     def round(self, number: int) -> None:
-        """Prompts A and B: A cold, A from DRAM, B cold (pushes A out), A from SSD, half A + new, the same again."""
+        """A cold, A from DRAM, B and a filler cold (they push A out), A from SSD, half A + new, the same again."""
         first, second = make_prompt(2 * number, self.tokens), make_prompt(2 * number + 1, self.tokens)
         half = first[: self.tokens // 2] + make_prompt(10_000 + number, self.tokens - self.tokens // 2)
         first, second, half = ([*p, *make_prompt(7, TAIL_TOKENS)] for p in (first, second, half))
         self.ask("cold", first, set())
         self.ask("dram", first, {"dram"})
         self.ask("cold", second, set())
+        self.ask("filler", make_prompt(20_000 + number, self.tokens // 4), set())
         self.ask("ssd", first, {"ssd"})
         self.ask("half new", half, {"ssd"})
         self.ask("mixed", half, {"dram", "ssd"})
