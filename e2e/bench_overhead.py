@@ -186,7 +186,8 @@ def main() -> int:
                     f"p99 {1e3 * quantile(arm.gaps[pair], 0.99):.2f} ms  MiB moved {mib}",
                     flush=True,
                 )
-    return int(not all([summary(arms["plain"], arms[name]) for name in ("reload", "write")]))
+    met = [summary(arms["plain"], arms[name]) for name in ("reload", "write")]
+    return int(not all(met))
 
 
 def summary(plain: Arm, arm: Arm) -> bool:
