@@ -80,7 +80,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reuses: int = 0
     """`saria`: persist before eviction once a chunk was reused this often (N); 0 turns it off."""
     ghosts_max: int = 1_000_000
-    """Chunks whose history is remembered after their bytes are gone; about 200 bytes each."""
+    """Chunks whose history is remembered after their bytes are gone; about 250 bytes each."""
 
 
 class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,7 +165,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"accepted: at most {format_bytes(memory)}, less what the engine needs"
             )
         accepted = "a directory that this user can write in, or a path to be created in one"
-        disks: dict[int, int] = {}
+        disks: dict[int, tuple[int, int]] = {}
+        """Bytes and paths by device."""
         for path in self.ssd_paths:
             existing = path
             while not os.path.lexists(existing):
@@ -175,12 +176,17 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not os.access(existing, os.W_OK | os.X_OK):
                 raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             stat = os.statvfs(existing)
-            disks[os.stat(existing).st_dev] = stat.f_blocks * stat.f_frsize
-        if self.ssd_paths and self.ssd_capacity > sum(disks.values()):
+            device = os.stat(existing).st_dev
+            disks[device] = stat.f_blocks * stat.f_frsize, disks.get(device, (0, 0))[1] + 1
+        most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=0)
+        if self.ssd_capacity > most:
             raise ConfigError(
-                f"ssd_capacity: {format_bytes(self.ssd_capacity)} is more than the disks under ssd_paths hold; "
-                f"accepted: at most {format_bytes(sum(disks.values()))}"
+                f"ssd_capacity: {format_bytes(self.ssd_capacity)} is more than the disks under ssd_paths hold, each path "
+                f"getting an equal share; accepted: at most {format_bytes(most)}"
             )
+        for cpu in self.io_cpus:
+            if not _cpu_allowed(cpu):
+                raise ConfigError(f"io_cpus: {cpu} is a CPU that this process may not use; accepted: those it may")
 
     def describe(self) -> str:
         """Effective values in one line."""
@@ -190,8 +196,21 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         policy = msgspec.to_builtins(self.admission)
         return (
             f"dram_capacity={format_bytes(self.dram_capacity)} {ssd} "
-            f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} ssd_engine={self.ssd_engine}"
+            f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} ssd_engine={self.ssd_engine} "
+            f"io_threads={self.io_threads or 'auto'} io_cpus={list(self.io_cpus) or 'auto'} "
+            f"namespace={self.namespace!r}"
         )
+
+
+def _cpu_allowed(cpu: int) -> bool:
+    """Whether a thread of ours may run on a CPU: a container may show more than it gives."""
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {cpu})
+    except OSError:
+        return False
+    os.sched_setaffinity(0, before)
+    return True
 
 
 def memory_limit_bytes() -> int:

@@ -13,12 +13,12 @@ class Metric(NamedTuple):
 
 
 TIERS = ("dram", "ssd")
-ERROR_REASONS = ("read_failed", "checksum", "not_found", "write_failed", "disk_full", "stale", "other")
-DROP_REASONS = ("no_slot", "hold_limit", "persist_queue_full", "ssd_full", "ssd_off", "not_admitted", "retired")
+ERROR_REASONS = ("read_failed", "checksum", "not_found", "write_failed", "disk_full", "stale", "deadline", "other")
+DROP_REASONS = ("no_slot", "hold_limit", "persist_queue_full", "ssd_full", "ssd_off", "not_admitted")
 
 COUNTERS: dict[str, Metric] = {
     "hit_tokens": Metric("Prompt tokens loaded into HBM from a tier", "tier", TIERS),
-    "load_bytes": Metric("Bytes copied into HBM from a tier, over all ranks", "tier", TIERS),
+    "load_bytes": Metric("Bytes of chunks read from a tier and copied into HBM, over all ranks", "tier", TIERS),
     "loads": Metric("Request reloads that ended", "result", ("loaded", "failed")),
     "load_waits": Metric("Times a request was told to wait for another's load of the same chunk"),
     "stored_chunks": Metric("Chunks copied from HBM into DRAM"),

@@ -140,3 +140,16 @@ class OpenSsd(msgspec.Struct, frozen=True):
     """Upper bound of one segment's record area on one rank."""
     segments_max: int
     """Hard cap of segments on each drive, over all groups."""
+
+
+class OpenedSsd(msgspec.Struct, frozen=True):
+    """Worker -> scheduler: one rank's result of opening the SSD tier."""
+
+    found: list[FoundChunk] = []
+    next_segment: int = 0
+    drives: tuple[bool, ...] = ()
+    """Which drives can be used."""
+    note: str = ""
+    """Which engine was chosen, and why."""
+    problem: str = ""
+    """Why the tier is off, when it is."""

@@ -13,11 +13,13 @@ from vllm import __version__ as vllm_version
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from saria_vllm.storage.format import FORMAT_VERSION
 from saria_vllm.types import GroupShape
 
-FORMAT_VERSION = 1
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 _HEADER_BYTES_MAX = 16 << 20
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Of each weight file: two fine-tunes of one model differ in their bytes even where sizes and times are equal."""
 
 
 def fingerprint_parts(
@@ -95,18 +97,26 @@ def device_identity() -> str:
 def weights_identity(model_config: Any) -> str:
     """What tells two sets of weights apart without reading them; empty when nothing does.
 
-    In a local directory a hash of names, sizes, times and safetensors headers, else the commit that the configuration
-    was resolved to.
+    In a local directory a hash of names, sizes, times, safetensors headers and samples of the bytes; else the commit
+    that the configuration was resolved to. Weights that are streamed from elsewhere have neither.
     """
     folder = Path(str(model_config.model))
+    if getattr(model_config, "model_weights", ""):
+        return ""
     if not folder.is_dir():
         return str(getattr(model_config.hf_config, "_commit_hash", None) or "")
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES):
-        stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-        if file.suffix == ".safetensors":
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                digest.update(stream.read(min(length, _HEADER_BYTES_MAX)))
+    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
+    return _digest("".join(_file_identity(path) for path in files)) if files else ""
+
+
+def _file_identity(path: Path) -> str:
+    digest, stat = hashlib.blake2b(digest_size=16), path.stat()
+    digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    with path.open("rb") as stream:
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(min(length, _HEADER_BYTES_MAX)))
+        for sample in range(_SAMPLES):
+            stream.seek(stat.st_size * sample // _SAMPLES)
+            digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from saria_vllm.types import FoundChunk, JobResult, LoadJob, OpenSsd, PersistJob, StoreJob
+from saria_vllm.types import JobResult, LoadJob, OpenedSsd, OpenSsd, PersistJob, StoreJob
 
 
 @dataclass
@@ -24,15 +24,6 @@ class SariaMetadata(KVConnectorMetadata):
     persists: list[PersistJob] = field(default_factory=list)
     retired: list[tuple[int, int]] = field(default_factory=list)
     """(drive, segment) to unlink before anything is written."""
-
-
-@dataclass
-class OpenedSsd:
-    """One rank's report after opening the SSD tier."""
-
-    found: list[FoundChunk]
-    next_segment: int
-    problem: str
 
 
 @dataclass

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from saria_connector import compat
 from saria_connector.fingerprint import fingerprint_parts, process_only_reasons
-from saria_connector.metadata import OpenedSsd, SariaMetadata
+from saria_connector.metadata import SariaMetadata
 from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig, format_bytes
 from saria_vllm.errors import StorageError
@@ -27,12 +27,14 @@ from saria_vllm.policy.tiers import Tiers
 from saria_vllm.storage.format import records_per_segment
 from saria_vllm.storage.namespace import EngineDirectory, namespace_name
 from saria_vllm.storage.reclaim import reclaim_others
-from saria_vllm.types import NULL_BLOCK, FoundChunk, JobResult, LoadJob, OpenSsd, PersistJob, StoreJob
+from saria_vllm.types import NULL_BLOCK, FoundChunk, JobResult, LoadJob, OpenedSsd, OpenSsd, PersistJob, StoreJob
 
 logger = logging.getLogger("vllm.saria")
 
 WAIT_S = 10.0
 """How long a request is told to ask again: while the SSD tier opens, or while another request loads its chunks."""
+
+LEASE_WAIT_S = 3.0
 
 LOAD_FAILURES_MAX = 3
 """After so many failed loads a request recomputes."""
@@ -148,9 +150,25 @@ class SchedulerSide:
             logger.warning("SARIA: what is persisted to SSD will not be used after a restart: %s", reason)
         parts = fingerprint_parts(vllm_config, kv_cache_config, sizing.groups, sizing.shapes, config.namespace)
         preferred = getattr(vllm_config.parallel_config, "data_parallel_rank_local", 0) or 0
-        self._directory = EngineDirectory.claim(config.ssd_paths, namespace_name(parts), parts, preferred)
+        self._directory = self._lease(namespace_name(parts), parts, preferred)
         self._generation = self._directory.generation
         self._opening_until = self._clock() + WAIT_S
+
+    def _lease(self, namespace: str, parts: dict[str, Any], preferred: int) -> EngineDirectory:
+        """The preferred engine directory; another one only when a few seconds do not free it.
+
+        An engine that is still going down holds its lease for a moment, and its successor should find its cache.
+        """
+        give_up = time.monotonic() + LEASE_WAIT_S
+        while True:
+            directory = EngineDirectory.claim(self._config.ssd_paths, namespace, parts, preferred)
+            if directory.index == preferred:
+                return directory
+            if time.monotonic() > give_up:
+                logger.warning("SARIA: another engine has e%d; this one uses e%d", preferred, directory.index)
+                return directory
+            directory.release()
+            time.sleep(0.2)
 
     def _reclaim(self, directory: EngineDirectory) -> None:
         """Make room under `ssd_capacity`, then let the workers open. On a thread: unlinking much takes seconds."""
@@ -159,9 +177,8 @@ class SchedulerSide:
         segments_max = sizing.segments_max
         try:
             ours, removed = reclaim_others(config.ssd_paths, directory, config.ssd_capacity)
-        except OSError as error:
-            logger.error("SARIA: the SSD tier is off: %s", error)
-            self._opening_until = 0.0
+        except Exception as error:
+            self._ssd_off(f"{type(error).__name__}: {error}")
             return
         for path in removed:
             logger.warning("SARIA removed %s to stay within ssd_capacity", path)
@@ -170,6 +187,10 @@ class SchedulerSide:
             logger.warning("SARIA: other engines use ssd_capacity; %s are left for this one", format_bytes(ours))
         self._segments_max = segments_max
         self._open = OpenSsd(directory.directories, self._generation, sizing.segment_bytes, segments_max)
+
+    def _ssd_off(self, problem: str) -> None:
+        logger.error("SARIA: the SSD tier is off: %s", problem)
+        self._opening_until = 0.0
 
     def _log_start(self) -> None:
         sizing = self.sizing
@@ -281,7 +302,10 @@ class SchedulerSide:
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            state.scheduled = True
+            if not state.scheduled:
+                # In its first step a hit in HBM may be on blocks that another request of this step has yet to write.
+                state.scheduled = True
+                continue
             if state.no_store:
                 continue
             confirmed = compat.confirmed_tokens(state.request)
@@ -358,7 +382,10 @@ class SchedulerSide:
                 self._open, self._open_generation = None, self._generation
             if self._reclaimer is None:
                 self._reclaimer = threading.Thread(target=self._reclaim, args=(self._directory,), daemon=True)
-                self._reclaimer.start()
+                try:
+                    self._reclaimer.start()
+                except RuntimeError as error:  # Too many threads here.
+                    self._ssd_off(str(error))
         if self.tiers.extents is not None:
             metadata.retired = self.tiers.extents.retired[:]
             self.tiers.extents.retired.clear()
@@ -397,22 +424,26 @@ class SchedulerSide:
                 state.load_failures += 1
 
     def _adopt(self, reports: list[OpenedSsd]) -> None:
-        self._opening_until = 0.0
         problems = [report.problem for report in reports if report.problem]
         if problems:
-            logger.error("SARIA: the SSD tier is off: %s", problems[0])
+            self._ssd_off(problems[0])
             return
+        self._opening_until = 0.0
         found: set[FoundChunk] = set.intersection(*(set(report.found) for report in reports))
         next_segment = max(report.next_segment for report in reports)
         records = [records_per_segment(shape.record_bytes, self.sizing.segment_bytes) for shape in self.sizing.shapes]
         drives = len(self._config.ssd_paths)
         self.tiers.extents = ExtentAllocator(drives, self._segments_max, records, next_segment)
+        for drive in range(drives):
+            if not all(report.drives[drive] for report in reports):
+                logger.error("SARIA: drive %s is left out until a restart", self._config.ssd_paths[drive])
+                self.tiers.extents.leave_out(drive)
         seen = {chunk.extent[:2] for report in reports for chunk in report.found}
         oldest_first = sorted(found, key=lambda chunk: (chunk.extent.segment, chunk.extent.record))
         self.tiers.adopt(oldest_first, next_segment, seen)
         if self._generation != self._open_generation:
             self.tiers.reset()  # A reset came in between: what was found is of before, and its segments must go.
-        logger.info("SARIA: the SSD tier is open, %d chunks found", len(found))
+        logger.info("SARIA: the SSD tier is open, %d chunks found; %s", len(found), reports[0].note)
 
     # State that vLLM asks for.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
@@ -10,11 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from saria_connector import layout
-from saria_connector.metadata import OpenedSsd, SariaMetadata, SariaWorkerMetadata
+from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
 from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig
 from saria_vllm.engine.executor import Executor
 from saria_vllm.engine.pool import DramPool
+from saria_vllm.engine.ssd_engine import open_engine
 from saria_vllm.metrics import Counts
 from saria_vllm.storage.namespace import store_id
 from saria_vllm.types import JobResult
@@ -29,7 +31,9 @@ class WorkerSide:
         self._config, self._kv_cache_config = config, kv_cache_config
         self._sizing = Sizing.of(vllm_config, kv_cache_config, config)
         self._rank = vllm_config.parallel_config.rank
-        self._engine_id = vllm_config.kv_transfer_config.engine_id
+        # Of the engine and of this configuration: under MultiConnector there may be several of us in one engine.
+        identity = f"{vllm_config.kv_transfer_config.engine_id} {config!r}"
+        self._pool_name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
         self._executor: Executor | None = None
         self._results: list[JobResult] = []
         self.counts: Counts = {}
@@ -37,8 +41,10 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         sizing = self._sizing
         maps = layout.page_maps(self._kv_cache_config, sizing.groups, kv_caches)
+        if self._config.ssd_paths:
+            open_engine(self._config.ssd_engine, 2)[0].close()  # A configured engine that cannot work is an error now.
         pool = DramPool(
-            self._engine_id, sizing.dram_bytes, self._rank % sizing.ranks, sizing.ranks, sizing.slab_bytes
+            self._pool_name, sizing.dram_bytes, self._rank % sizing.ranks, sizing.ranks, sizing.slab_bytes
         )
         self._executor = Executor(
             pool,
@@ -63,8 +69,7 @@ class WorkerSide:
             executor.submit_load(load)
         for load in metadata.refused:
             executor.refuse_load(load)
-        for persist in metadata.persists:
-            executor.submit_persist(persist)
+        executor.submit_persists(metadata.persists)
 
     def store(self, metadata: SariaMetadata) -> None:
         """Submit the stores: after the forward, when their blocks have their final bytes."""
@@ -93,9 +98,8 @@ class WorkerSide:
         opened = self._executor.take_opened() if self._executor else None
         if not self._results and opened is None:
             return None
-        reports = [OpenedSsd(opened.found, opened.next_segment, opened.problem)] if opened else []
         results, self._results = self._results, []
-        return SariaWorkerMetadata(results, reports)
+        return SariaWorkerMetadata(results, [opened] if opened else [])
 
     def shutdown(self) -> None:
         if self._executor is not None:

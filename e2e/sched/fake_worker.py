@@ -8,8 +8,19 @@ from typing import Any
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from content import POISON, Content, Truth
-from saria_connector.metadata import OpenedSsd, SariaMetadata, SariaWorkerMetadata
-from saria_vllm.types import NULL_BLOCK, Extent, FoundChunk, JobResult, LoadJob, OpenSsd, PersistJob, Slot, StoreJob
+from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
+from saria_vllm.types import (
+    NULL_BLOCK,
+    Extent,
+    FoundChunk,
+    JobResult,
+    LoadJob,
+    OpenedSsd,
+    OpenSsd,
+    PersistJob,
+    Slot,
+    StoreJob,
+)
 
 
 class Flight:
@@ -262,7 +273,7 @@ class Worker:
                 self.ssd[job.extent] = content
 
     def end_open(self, found: list[FoundChunk], next_segment: int = 0, problem: str = "", ranks: int = 0) -> None:
-        self._reports += [OpenedSsd(found, next_segment, problem) for _ in range(ranks or self.ranks)]
+        self._reports += [OpenedSsd(found, next_segment, (True,) * 8, "", problem) for _ in range(ranks or self.ranks)]
 
     def end_all(self) -> None:
         for request_id in list(self.loads):

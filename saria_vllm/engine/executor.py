@@ -24,11 +24,11 @@ from saria_vllm.errors import StorageError
 from saria_vllm.metrics import Counts
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import (
-    FoundChunk,
     GroupShape,
     JobResult,
     LoadItem,
     LoadJob,
+    OpenedSsd,
     OpenSsd,
     PersistJob,
     Slot,
@@ -44,13 +44,6 @@ CLOSE_S = 2.0
 
 NOTES_SAID_MAX = 5
 """Of what the SSD tier noted while it opened, so many are told."""
-
-
-class Opened:
-    """Result of opening the SSD tier on this rank."""
-
-    def __init__(self, found: list[FoundChunk], next_segment: int, problem: str = "") -> None:
-        self.found, self.next_segment, self.problem = found, next_segment, problem
 
 
 class Executor:
@@ -80,7 +73,8 @@ class Executor:
         """By drive; where a drive has several threads, every so many."""
         self._readers: list[Iterator[SsdThread]] = []
         """By drive: its threads in turn."""
-        self._opened: Opened | None = None
+        self._opened: OpenedSsd | None = None
+        self._engine_note = ""
         self._opener: threading.Thread | None = None
         self._loads: deque[tuple[LoadState, list[int]]] = deque()
         self._stores: deque[StoreJob] = deque()
@@ -93,10 +87,13 @@ class Executor:
 
     def open_ssd(self, opened: OpenSsd, rank: int, store_id: bytes) -> None:
         """Open and scan the SSD tier in the background; `poll` returns the result once."""
-        self._opener = threading.Thread(
-            target=self._open, args=(opened, rank, store_id), name="saria-open", daemon=True
-        )
-        self._opener.start()
+        opener = threading.Thread(target=self._open, args=(opened, rank, store_id), name="saria-open", daemon=True)
+        try:
+            opener.start()
+        except RuntimeError as error:  # Too many threads here.
+            self._opened = OpenedSsd(problem=str(error))
+            return
+        self._opener = opener
 
     def set_generation(self, generation: int) -> None:
         """Loads submitted under an older generation end as failed from now on."""
@@ -108,49 +105,57 @@ class Executor:
                 self._store.set_generation(generation)
 
     def submit_load(self, job: LoadJob) -> None:
-        state = LoadState(job, self._ends.generation)
+        state = self._ends.begin(job, time.monotonic())
         if not job.items:
-            self._ends.items(state, 0)
+            self._ends.items(state, (0,))
         in_dram = [position for position, item in enumerate(job.items) if item.slot is not None]
+        reads: dict[SsdThread, list[Read]] = {}
         for position, item in enumerate(job.items):
             if item.extent is not None:
                 if not self._ssd:
-                    self._ends.items(state, 1, (position,), "not_found")
+                    self._ends.items(state, (position,), "not_found")
                     continue
-                next(self._readers[item.extent.drive % len(self._readers)]).submit(Read(state, position))
+                thread = next(self._readers[item.extent.drive % len(self._readers)])
+                reads.setdefault(thread, []).append(Read(state, position))
+        for thread, ops in reads.items():
+            thread.submit(ops)
         if in_dram and not self._queue(self._loads, (state, in_dram)):
-            self._ends.items(state, len(in_dram), in_dram, "other")
+            self._ends.items(state, in_dram, "other")
 
     def refuse_load(self, job: LoadJob) -> None:
         """End a load as failed without touching a byte."""
-        state = LoadState(job, self._ends.generation)
-        self._ends.items(state, len(job.items), _all_positions(job), "stale")
+        self._ends.items(self._ends.begin(job, time.monotonic()), _all_positions(job), "stale")
 
     def submit_store(self, job: StoreJob) -> None:
         """The blocks must hold their final bytes, and stay untouched until the job has ended."""
         if not self._queue(self._stores, job):
             self._fail_store(job)
 
-    def submit_persist(self, job: PersistJob) -> None:
-        """The slot must stay untouched until the job has ended."""
-        if not self._ssd:
-            self._ends.job(JobResult(job.job_id, (0,), "not_found"))
-            return
-        self._writer(job.extent.drive).submit(Write(job, self._ends.generation))
+    def submit_persists(self, jobs: Iterable[PersistJob]) -> None:
+        """The slots must stay untouched until their job has ended."""
+        writes: dict[SsdThread, list[Write]] = {}
+        for job in jobs:
+            if not self._ssd:
+                self._ends.job(JobResult(job.job_id, (0,), "not_found"))
+                continue
+            writes.setdefault(self._writer(job.extent.drive), []).append(Write(job, self._ends.generation))
+        for thread, ops in writes.items():
+            thread.submit(ops)
 
     def retire(self, drive: int, segment: int) -> None:
         if self._ssd:
-            self._writer(drive).submit(Retire(drive, segment))
+            self._writer(drive).submit([Retire(drive, segment)])
 
     def poll(self) -> tuple[list[JobResult], list[LoadState], Counts, list[str]]:
         """What ended since the last call: stores and persists, loads, counter increments, lines for the log."""
+        self._ends.expire(time.monotonic())
         results, loads, counts, messages = self._ends.drain()
         for state in loads:
             if state.generation != self._ends.generation:
                 state.failed, state.reason = list(_all_positions(state.job)), "stale"
         return results, loads, counts, messages
 
-    def take_opened(self) -> Opened | None:
+    def take_opened(self) -> OpenedSsd | None:
         """The result of `open_ssd`, once."""
         opened = self._opened
         if opened is not None:
@@ -198,17 +203,17 @@ class Executor:
                 store.set_generation(self._ends.generation or opened.generation)
                 self._readers = [itertools.cycle(threads[drive::drives]) for drive in range(drives)]
                 self._store, self._ssd = store, threads
-            self._opened = Opened(found, store.next_segment_id)
+            usable = tuple(drive is not None for drive in store.drives)
+            self._opened = OpenedSsd(found, store.next_segment_id, usable, self._engine_note)
         except Exception as error:
             ended = [thread.close(CLOSE_S) for thread in threads]
             if store is not None and all(ended):
                 store.close()
-            self._opened = Opened([], 0, f"{type(error).__name__}: {error}")
+            self._opened = OpenedSsd(problem=f"{type(error).__name__}: {error}")
 
     def _start_ssd(self, number: int, store: SegmentStore) -> SsdThread:
         engine, note = open_engine(self._ssd_engine, depth_for(max(s.record_bytes for s in self._shapes.values())))
-        if not number:
-            self._ends.say_once("ssd engine", note)
+        self._engine_note = note
         try:
             return SsdThread(
                 f"saria-ssd{number}", store, engine, self._pool, self._maps, self._shapes, self._ends, self._cpus
@@ -247,7 +252,7 @@ class Executor:
             if store is not None:
                 self._copy_store(store)
         for state, positions in self._loads:
-            self._ends.items(state, len(positions), positions, "other")
+            self._ends.items(state, positions, "other")
         for store in self._stores:
             self._fail_store(store)
 
@@ -262,14 +267,19 @@ class Executor:
                 group = items[piece[0]].group
                 nbytes = self._shapes[group].record_bytes
                 sources = [self._address(items[position].slot, nbytes) for position in piece]
-                self._maps[group].scatter_many(sources, [items[position].blocks for position in piece])
+                if not self._ends.may_write(state):
+                    return
+                try:
+                    self._maps[group].scatter_many(sources, [items[position].blocks for position in piece])
+                finally:
+                    self._ends.wrote(state)
                 self._ends.count("load_bytes", nbytes * len(piece), "dram")
-                self._ends.items(state, len(piece))
+                self._ends.items(state, piece)
                 ended += len(piece)
         except Exception as error:
             self._fault("load", error)
         if rest := positions[ended:]:
-            self._ends.items(state, len(rest), rest, "other")
+            self._ends.items(state, rest, "other")
 
     def _copy_store(self, job: StoreJob) -> None:
         items, ended = job.items, 0

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from saria_vllm.metrics import Counts, count
 from saria_vllm.types import JobResult, LoadJob
+
+LOAD_DEADLINE_S = 30.0
+"""A load that takes longer ends as failed: a drive that hangs must not hang a request."""
 
 
 class LoadState:
     """A load in flight on this rank."""
 
-    __slots__ = ("failed", "generation", "items_left", "job", "reason")
+    __slots__ = ("deadline", "failed", "generation", "items_left", "job", "reason", "writers")
 
-    def __init__(self, job: LoadJob, generation: int) -> None:
+    def __init__(self, job: LoadJob, generation: int, now: float) -> None:
         self.job, self.generation = job, generation
-        self.items_left = len(job.items)
+        self.items_left = set(range(len(job.items) or 1))
+        """Positions that have not ended; a load without items has one to end all the same."""
         self.failed: list[int] = []
         self.reason = ""
+        self.deadline = now + LOAD_DEADLINE_S
+        self.writers = 0
+        """Threads that are writing into the load's blocks at this moment."""
 
 
 class Ends:
@@ -30,6 +37,7 @@ class Ends:
         self.generation = 0
         """Jobs submitted under an older one end as failed. Only grows, and before the store's does."""
         self._lock = threading.Lock()
+        self._live: dict[LoadState, None] = {}
         self._results: list[JobResult] = []
         self._loads: list[LoadState] = []
         self._counts: Counts = {}
@@ -41,14 +49,48 @@ class Ends:
         with self._lock:
             self._results.append(result)
 
-    def items(self, state: LoadState, done: int, failed: Iterable[int] = (), reason: str = "") -> None:
-        """`done` more items of a load ended, of which those at `failed` went wrong."""
+    def begin(self, job: LoadJob, now: float) -> LoadState:
+        """A load was submitted; it ends when all its items have, or at its deadline."""
+        state = LoadState(job, self.generation, now)
         with self._lock:
-            state.failed.extend(failed)
-            state.reason = state.reason or reason
-            state.items_left -= done
+            self._live[state] = None
+        return state
+
+    def may_write(self, state: LoadState) -> bool:
+        """Ask before writing into a load's blocks; after True, `wrote` must follow. False: the blocks are not its own
+        any more."""
+        with self._lock:
+            alive = state in self._live
+            state.writers += alive
+            return alive
+
+    def wrote(self, state: LoadState) -> None:
+        with self._lock:
+            state.writers -= 1
+
+    def items(self, state: LoadState, positions: Collection[int], reason: str = "") -> None:
+        """Items of a load ended; with a reason they failed."""
+        with self._lock:
+            if state not in self._live:
+                return
+            state.items_left.difference_update(positions)
+            if reason:
+                state.failed.extend(positions)
+                state.reason = state.reason or reason
             if not state.items_left:
-                self._loads.append(state)
+                self._end(state)
+
+    def _end(self, state: LoadState) -> None:
+        del self._live[state]
+        self._loads.append(state)
+
+    def expire(self, now: float) -> None:
+        """End loads past their deadline, unless a thread is writing for them: then the next call does."""
+        with self._lock:
+            for state in [state for state in self._live if now > state.deadline and not state.writers]:
+                state.failed.extend(state.items_left)
+                state.reason = state.reason or "deadline"
+                self._end(state)
 
     def count(self, name: str, value: int, label: str = "") -> None:
         with self._lock:

@@ -7,7 +7,7 @@ import errno
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from saria_vllm import _native
@@ -87,15 +87,18 @@ class SsdThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, op: Read | Write | Retire) -> None:
+    def submit(self, ops: Iterable[Read | Write | Retire]) -> None:
+        """Queue operations: all of a step in one call, for each call wakes the thread."""
         with self._wake:
             closing = self._closing
             if not closing:
-                queue: deque[Any] = self._reads if isinstance(op, Read) else self._writes
-                queue.append(op)
+                for op in ops:
+                    queue: deque[Any] = self._reads if isinstance(op, Read) else self._writes
+                    queue.append(op)
                 self._wake.notify()
         if closing:
-            self._fail(op, "other")
+            for op in ops:
+                self._fail(op, "other")
 
     def close(self, timeout_s: float) -> bool:
         """Stop: writes in flight end, all else fails. Idempotent. False when that took longer than `timeout_s`; files
@@ -223,13 +226,18 @@ class SsdThread:
                     return
                 address = self._staging_address + flight.buffer * self._record_bytes
                 seed = self._store.seed(item.extent, item.key)
-                found = self._maps[item.group].scatter_verify(address, nbytes, seed, item.blocks)
+                if not self._ends.may_write(state):
+                    return
+                try:
+                    found = self._maps[item.group].scatter_verify(address, nbytes, seed, item.blocks)
+                finally:
+                    self._ends.wrote(state)
                 if found != flight.checksum:
                     self._store.forget(item.extent)
                     self._fail(flight.op, "checksum")
                     return
                 self._ends.count("load_bytes", nbytes, "ssd")
-                self._ends.items(state, 1)
+                self._ends.items(state, (position,))
             case Write(job):
                 nbytes = self._shapes[job.group].record_bytes
                 if result != nbytes:
@@ -243,7 +251,7 @@ class SsdThread:
         self._ends.say_once(f"ssd {type(op).__name__} {reason}", what + "; such failures are counted from now on")
         match op:
             case Read(state, position):
-                self._ends.items(state, 1, (position,), reason)
+                self._ends.items(state, (position,), reason)
             case Write(job):
                 try:
                     self._store.abandon(job.group, job.extent)

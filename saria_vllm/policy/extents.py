@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
 
@@ -44,6 +45,7 @@ class ExtentAllocator:
         """Segments of each drive, oldest first."""
         self._open: dict[tuple[int, int], Segment] = {}
         self._paused_until = [0.0] * drives
+        self._left_out: set[int] = set()
         self._next_segment = next_segment
         self._turn = 0
         self.retired: list[tuple[int, int]] = []
@@ -109,9 +111,16 @@ class ExtentAllocator:
         """Send a drive that failed a write nothing for `DRIVE_PAUSE_S`."""
         self._paused_until[drive] = now + DRIVE_PAUSE_S
 
+    def leave_out(self, drive: int) -> None:
+        """Never use a drive: some rank could not open it. What other ranks have there is neither used nor retired."""
+        self._left_out.add(drive)
+        self.pause(drive, math.inf)
+
     def adopt(self, extent: Extent, group: int, row: int) -> bool:
         """Take over a record found on SSD. False when it does not fit this configuration."""
-        if not 0 <= extent.drive < len(self._by_drive) or not 0 <= extent.record < self._records[group]:
+        if not 0 <= extent.drive < len(self._by_drive) or extent.drive in self._left_out:
+            return False
+        if not 0 <= extent.record < self._records[group]:
             return False
         segments = self._by_drive[extent.drive]
         segment = segments.get(extent.segment)
@@ -126,14 +135,15 @@ class ExtentAllocator:
 
     def end_adoption(self, next_segment: int, seen: Iterable[tuple[int, int]]) -> None:
         """After `adopt`: oldest first again, no id is given out twice, `seen` segments without a use are retired."""
-        self.retired += sorted(place for place in set(seen) if place[1] not in self._by_drive[place[0]])
+        unused = (place for place in set(seen) if place[1] not in self._by_drive[place[0]])
+        self.retired += sorted(place for place in unused if place[0] not in self._left_out)
         self._by_drive = [dict(sorted(segments.items())) for segments in self._by_drive]
         self._next_segment = max(self._next_segment, next_segment)
 
     def drop_all(self, still_busy: Iterable[Extent]) -> ExtentAllocator:
         """A new allocator after a cache reset: every segment retired, now or when its last job ends."""
         fresh = ExtentAllocator(len(self._by_drive), self._segments_max, self._records, self._next_segment)
-        fresh._paused_until = self._paused_until
+        fresh._paused_until, fresh._left_out = self._paused_until, self._left_out
         busy = {(extent.drive, extent.segment) for extent in still_busy}
         for segments in self._by_drive:
             for segment in segments.values():

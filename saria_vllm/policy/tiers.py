@@ -8,6 +8,7 @@ and their segments not retired.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from saria_vllm.policy.ghosts import Ghosts
 from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.types import (
+    NULL_BLOCK,
     Extent,
     FoundChunk,
     GroupShape,
@@ -41,13 +43,15 @@ ChunkBlocks = Sequence[Sequence[tuple[int, ...]]]
 class Job:
     """A job in flight. `rows` are index rows; a reset sets `stale` and turns them into group numbers."""
 
-    __slots__ = ("extents", "failed", "kind", "ranks_left", "reason", "rows", "slots", "stale")
+    __slots__ = ("extents", "failed", "kind", "ranks_left", "reason", "rows", "slots", "stale", "tokens")
 
     def __init__(self, kind: str, ranks: int) -> None:
         self.kind = kind
         self.rows = array("i")
         self.slots: list[Slot | None] = []
         self.extents: list[Extent | None] = []
+        self.tokens: list[int] = []
+        """Of a load, by chunk: a hit may begin and end inside one."""
         self.ranks_left = ranks
         self.failed: set[int] = set()
         self.reason = ""
@@ -146,6 +150,8 @@ class Tiers:
                 job.slots.append(slot)
                 job.extents.append(extent)
                 items.append(LoadItem(group, blocks[group][position - first], slot, extent, key))
+        block_tokens = self.shapes[0].block_tokens
+        job.tokens = [(len(ids) - ids.count(NULL_BLOCK)) * block_tokens for ids in blocks[0]]
         return LoadJob(job_id, request_id, tuple(items))
 
     def _rescue(self, row: int) -> int:
@@ -178,10 +184,11 @@ class Tiers:
             count(self.counts, "loads", 1, "failed")
             return
         count(self.counts, "loads", 1, "loaded")
-        chunks = len(job.rows) // len(self.shapes)
-        ssd = sum(any(job.extents[group * chunks + i] for group in range(len(self.shapes))) for i in range(chunks))
-        count(self.counts, "hit_tokens", (chunks - ssd) * self._tokens, "dram")
-        count(self.counts, "hit_tokens", ssd * self._tokens, "ssd")
+        chunks = len(job.tokens)
+        from_ssd = [any(job.extents[group * chunks + i] for group in range(len(self.shapes))) for i in range(chunks)]
+        ssd = sum(itertools.compress(job.tokens, from_ssd))
+        count(self.counts, "hit_tokens", sum(job.tokens) - ssd, "dram")
+        count(self.counts, "hit_tokens", ssd, "ssd")
 
     # Stores.
 

@@ -40,8 +40,9 @@ class _Other(NamedTuple):
 
 
 def reclaim_others(ssd_paths: Sequence[str], keep: EngineDirectory, capacity_bytes: int) -> tuple[int, list[str]]:
-    """Remove engine directories that nobody leases, least recently modified first, while all that lies under the
-    paths' `saria` directories exceeds `capacity_bytes`. Never touches `keep`, names that are not ours, or symlinks.
+    """Remove engine directories that nobody leases, least recently modified first, while they hold more than half of
+    `capacity_bytes` (the other half is for `keep`, whose configuration may be new), or while all that lies under the
+    paths' `saria` directories exceeds it. Never touches `keep`, names that are not ours, or symlinks.
 
     Returns the bytes that are left for `keep` (its own included, at least 0), and the directories removed. A path
     that cannot be read counts as empty, and a directory that cannot be removed stays.
@@ -55,7 +56,7 @@ def reclaim_others(ssd_paths: Sequence[str], keep: EngineDirectory, capacity_byt
     own_bytes = sum(_survey_one(path, keep.names)[1] for path in ssd_paths)
     removed = []
     for other in sorted(others):
-        if total <= capacity_bytes:
+        if total <= capacity_bytes and total - own_bytes <= capacity_bytes // 2:
             break
         if _remove(other):
             removed.append(os.path.join(other.path, *other.names))

@@ -17,7 +17,7 @@ import numpy as np
 
 from saria_vllm import _native
 from saria_vllm.engine import executor as executor_module
-from saria_vllm.engine.executor import Executor, Opened
+from saria_vllm.engine.executor import Executor
 from saria_vllm.engine.jobs import LoadState
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
@@ -29,6 +29,7 @@ from saria_vllm.types import (
     JobResult,
     LoadItem,
     LoadJob,
+    OpenedSsd,
     OpenSsd,
     PersistJob,
     Slot,
@@ -234,7 +235,7 @@ class Rig:
         self.messages: list[str] = []
         self._jobs = itertools.count(1)
 
-    def open(self, generation: int = 1) -> Opened:
+    def open(self, generation: int = 1) -> OpenedSsd:
         """Open the SSD tier with engines that ask `faults`."""
         directories = [self.directory / f"drive{number}" for number in range(self.drives)]
         for directory in directories:
@@ -249,7 +250,7 @@ class Rig:
             result = wait_for(self.executor.take_opened)
         finally:
             executor_module.open_engine = real
-        assert isinstance(result, Opened)
+        assert isinstance(result, OpenedSsd)
         return result
 
     def _open_engine(self, name: Any, depth: int) -> tuple[FaultyEngine, str]:
@@ -301,7 +302,7 @@ class Rig:
 
     def persist(self, group: int, slot: Slot, extent: Extent, key: bytes, parent: bytes = b"") -> int:
         job_id = next(self._jobs)
-        self.executor.submit_persist(PersistJob(job_id, group, slot, extent, key, parent))
+        self.executor.submit_persists([PersistJob(job_id, group, slot, extent, key, parent)])
         return job_id
 
     def poll(self) -> None:
@@ -320,11 +321,16 @@ class Rig:
         (result,) = self.results[job_id]
         return result
 
-    def loaded(self, job_id: int) -> LoadState:
+    def ended(self, job_id: int) -> LoadState:
         """The one end of a load."""
         wait_for(lambda: self.poll() or job_id in self.loads)
         (state,) = self.loads[job_id]
-        assert state.items_left == 0
+        return state
+
+    def loaded(self, job_id: int) -> LoadState:
+        """The same of one whose items have all ended."""
+        state = self.ended(job_id)
+        assert not state.items_left
         return state
 
     def check_quiet(self) -> None:

@@ -49,7 +49,7 @@ def test_close_with_queued_work_is_quick_and_ends_every_job_once(rig: Rig, make_
     for job in (*persists, *stores, *late):
         assert len(rig.results[job]) == 1
     assert sorted(rig.loads) == loads
-    assert all(len(states) == 1 and states[0].items_left == 0 for states in rig.loads.values())
+    assert all(len(states) == 1 and not states[0].items_left for states in rig.loads.values())
     assert all(rig.results[job][0].failed for job in late)
     assert rig.loads[loads[-1]][0].failed
     rig.executor.close()

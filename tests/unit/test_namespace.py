@@ -284,10 +284,10 @@ def test_the_oldest_goes_first_until_it_fits(paths: tuple[str, ...], ours: Engin
     old = fill(paths[1], OTHER, "e3", 1 << 20, 1000.0)
     new = fill(paths[0], OTHER, "e0", 1 << 20, 3000.0)
     sibling = fill(paths[0], NAME, "e7", 1 << 20, 2000.0)
-    left, removed = reclaim_others(paths, ours, int(1.5 * 2**20))
+    left, removed = reclaim_others(paths, ours, int(2.2 * 2**20))
     assert removed == [str(old), str(sibling)]
     assert (old.exists(), old.parent.exists(), sibling.exists(), new.exists()) == (False, False, False, True)
-    assert left < 2**20
+    assert left < 1.5 * 2**20
     assert Path(ours.directories[0]).exists()
 
 
@@ -333,3 +333,13 @@ def test_claims_while_others_reclaim(paths: tuple[str, ...], ours: EngineDirecto
 
 def test_a_missing_path_counts_as_empty(paths: tuple[str, ...], ours: EngineDirectory) -> None:
     assert reclaim_others((*paths, "/nonexistent/path"), ours, 2**20)[1] == []
+
+
+def test_a_full_cache_of_an_old_configuration_leaves_half_of_the_capacity(
+    paths: tuple[str, ...], ours: EngineDirectory
+) -> None:
+    """Just under the cap nothing is over it, but a new configuration could not write a byte."""
+    old = fill(paths[0], OTHER, "e0", 1 << 20, 1000.0)
+    left, removed = reclaim_others(paths, ours, int(1.1 * 2**20))
+    assert removed == [str(old)]
+    assert left > 2**20
