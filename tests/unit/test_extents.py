@@ -193,3 +193,12 @@ def test_a_pause_and_undrained_retirements_survive_a_reset() -> None:
     fresh = extents.drop_all([])
     assert fresh.retired == [(0, 0), (0, 1)]
     assert fresh.take(0, 51.0)[0] is None
+
+
+def test_a_drive_left_out_gets_nothing_and_loses_nothing() -> None:
+    extents = ExtentAllocator(2, 4, [2])
+    extents.leave_out(1)
+    assert {extents.take(0, 1e9)[0].drive for _ in range(6)} == {0}  # type: ignore[union-attr]
+    assert not extents.adopt(Extent(1, 50, 0), 0, 7)
+    extents.end_adoption(60, [(1, 50), (0, 51)])
+    assert extents.retired == [(0, 51)], "what other ranks have on the drive stays"
