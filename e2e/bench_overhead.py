@@ -1,12 +1,12 @@
 """What reloads and writes cost a request that is decoding beside them: `python e2e/bench_overhead.py`.
 
-vLLM's threads on core 0; ours, the API server and the client on core 1. One request decodes; beside it, every second,
+vLLM's processes on core 0; our threads and the client on core 1. One request decodes; beside it, every second,
 a request with an 8k-token prefix starts. Three arms, interleaved; the servers of the others are frozen meanwhile:
 
   plain    no connector; HBM holds every prefix, so nothing is computed beside one block, and nothing moves
-  reload   our connector; HBM holds one prefix, so every request reloads its own from DRAM or SSD
+  reload   our connector; HBM holds one prefix, so every request reloads its own from DRAM and SSD
   write    our connector; HBM holds every prefix, DRAM and SSD less than two, so every request stores and persists
-           its own
+           most of its own
 
 Printed: inter-token time of the decoding request, time inside the connector's methods per engine step (both halves
 summed), bytes moved.
@@ -36,7 +36,7 @@ from reloading import HERE, connector, counters, make_prompt
 from server import Server
 
 BLOCK_TOKENS = 128
-PREFIXES = 3
+PREFIXES = 2
 DECODE_BLOCKS = 24
 """HBM blocks beside the prefixes: for the decoding request and the last block of the others."""
 
@@ -100,9 +100,9 @@ class Arm:
             tight = name == "write"
             config = connector(
                 {
-                    "dram_capacity": f"{int(kv_mib * (1.5 if tight else 2))}MiB",
+                    "dram_capacity": f"{int(kv_mib * 1.4)}MiB",
                     "ssd_paths": [str(ssd)],
-                    "ssd_capacity": f"{int(kv_mib * (1.3 if tight else 2 * PREFIXES))}MiB",
+                    "ssd_capacity": f"{int(kv_mib * (1.2 if tight else 2 * PREFIXES))}MiB",
                     "admission": "full_duplicate",
                     "io_cpus": [1],
                 }
@@ -121,7 +121,9 @@ class Arm:
         )  # fmt: skip
 
     def start(self) -> None:
+        os.sched_setaffinity(0, {0})  # Inherited by all processes of the server; our threads choose for themselves.
         self.server.start()
+        os.sched_setaffinity(0, {1})
         for prefix in [*self.prefixes, *self.prefixes]:
             ttft_s(self.server, prefix)
         self.freeze(True)
