@@ -6,6 +6,7 @@ Scheduler and worker halves run in separate processes here. fp32, one request at
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,3 +198,23 @@ def test_every_data_byte_overwritten_between_two_servers(rig: Rig, restarted: Se
         after = counters(server)
         assert after.get('hit_tokens{tier="ssd"}', 0) == 0
         assert after['errors{reason="checksum"}'] > 0, "the index survived: the bytes were read and refused"
+
+
+def test_b24_b39_files_cut_short_and_removed_under_a_live_engine(rig: Rig) -> None:
+    if rig.kind is not KINDS["llama"]:
+        pytest.skip("one model is enough for files that go; it is independent of the KV's kind")
+    with rig.server(with_connector=True) as server:
+        hit = reload(server, rig.prompts[0])
+        assert said(hit.answer) == rig.right[0]
+        assert hit.bytes_from("ssd") > 0, "what the server before stored is there"
+        for path in data_files(rig.ssd):
+            os.truncate(path, HEADER_BYTES)
+        hit = reload(server, rig.prompts[1])
+        assert said(hit.answer) == rig.cold[1]
+        assert hit.errors("read_failed") > 0
+        hit = reload(server, rig.prompts[1])
+        assert said(hit.answer) == rig.right[1]
+        assert hit.errors("read_failed") == 0
+        shutil.rmtree(rig.ssd)
+        for position in (2, 3, 4, 0, 1, 2):
+            assert said(reload(server, rig.prompts[position]).answer) in (rig.cold[position], rig.right[position])
