@@ -25,7 +25,6 @@ from doubles import (
     whose,
 )
 from saria_vllm.engine import executor as executor_module
-from saria_vllm.engine import jobs as jobs_module
 from saria_vllm.engine import ssd_thread as ssd_thread_module
 from saria_vllm.engine.executor import PIECE_BYTES
 from saria_vllm.engine.ssd_thread import STAGING_BYTES, depth_for
@@ -122,45 +121,6 @@ def test_ssd_is_read_while_dram_is_copied(rig: Rig) -> None:
     assert job not in rig.loads
     go_on.set()
     assert rig.loaded(job).failed == []
-
-
-def test_b24_a_drive_that_hangs_ends_the_load_at_its_deadline_and_never_writes_late(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig.put_on_ssd(0, b"s", Extent(0, 0, 0))
-    rig.write_slot(0, b"d", rig.slot(0, 1))
-    back = threading.Event()
-    rig.faults = lambda transfer: Fault(hold=back) if transfer.kind == "read" else None
-    monkeypatch.setattr(jobs_module, "LOAD_DEADLINE_S", 0.3)
-    rig.fill(0, b"foreign", (0, 1, 2, 3))
-    job = rig.load(from_dram(0, (4, 5, 6, 7), rig.slot(0, 1)), from_ssd(0, (0, 1, 2, 3), Extent(0, 0, 0), b"s"))
-    state = rig.ended(job)
-    assert (state.failed, state.reason) == ([1], "deadline"), "what had come from DRAM is not doubted"
-    back.set()  # By now the blocks belong to somebody else.
-    rig.check_quiet()
-    assert rig.is_at(0, b"foreign", (0, 1, 2, 3))
-    rig.faults = lambda transfer: None
-    assert rig.loaded(rig.load(from_ssd(0, (0, 1, 2, 3), Extent(0, 0, 0), b"s"))).failed == []
-
-
-def test_a_load_does_not_end_while_its_blocks_are_being_written(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.write_slot(0, b"d", rig.slot(0, 1))
-    copying, go_on = threading.Event(), threading.Event()
-
-    def stall(call: str, _blocks: object) -> None:
-        copying.set()
-        assert go_on.wait(10)
-
-    rig.maps[0].fault = stall
-    monkeypatch.setattr(jobs_module, "LOAD_DEADLINE_S", 0.0)
-    job = rig.load(from_dram(0, (4, 5, 6, 7), rig.slot(0, 1)))
-    assert copying.wait(10)
-    time.sleep(0.05)
-    rig.poll()
-    assert job not in rig.loads
-    go_on.set()
-    wait_for(lambda: rig.poll() or job in rig.loads)
-    assert rig.is_at(0, b"d", (4, 5, 6, 7))
 
 
 def test_null_blocks_are_left_alone(rig: Rig) -> None:
