@@ -75,9 +75,10 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return call(*args)
         except Exception:
-            logger.exception("SARIA: internal error; the tier is off from now on, requests are recomputed")
-            if self._scheduler is not None:
-                self._scheduler.turn_off()
+            logger.exception("SARIA: internal error; what it concerns is recomputed")
+            side = self._scheduler or self._worker
+            assert side is not None
+            side.turn_off()
             return default
 
     # What vLLM asks of the class.
@@ -182,7 +183,8 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self._worker is not None
-        self._worker.start(self._metadata())
+        if not self._guard(False, self._worker.start, self._metadata()):
+            self._worker.fail_rest(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is scheduled only after its load has ended."""
@@ -192,7 +194,8 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
-        self._worker.store(self._metadata())
+        if not self._guard(False, self._worker.store, self._metadata()):
+            self._worker.fail_rest(self._metadata())
 
     def _metadata(self) -> SariaMetadata:
         metadata = self._get_connector_metadata()
@@ -201,12 +204,11 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
-        return self._worker.transfer_results()
+        return self._guard(KVConnectorTransferResults(), self._worker.transfer_results)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self._worker is not None
-        metadata: SariaWorkerMetadata | None = self._worker.worker_metadata()
-        return metadata
+        return self._guard(None, self._worker.worker_metadata)
 
     # Both sides.
 

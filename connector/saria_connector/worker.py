@@ -17,7 +17,7 @@ from saria_vllm.config import SariaConfig
 from saria_vllm.engine.executor import Executor
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
-from saria_vllm.metrics import Counts
+from saria_vllm.metrics import Counts, count
 from saria_vllm.storage.namespace import store_id
 from saria_vllm.types import JobResult
 
@@ -55,8 +55,8 @@ class WorkerSide:
             cpus=self._config.io_cpus,
         )
 
-    def start(self, metadata: SariaMetadata) -> None:
-        """Submit everything of this step but the stores."""
+    def start(self, metadata: SariaMetadata) -> bool:
+        """Submit everything of this step but the stores. What is handed on leaves the metadata."""
         executor = self._executor
         assert executor is not None
         executor.set_generation(metadata.generation)
@@ -65,17 +65,38 @@ class WorkerSide:
             executor.open_ssd(metadata.open_ssd, self._rank, rank_id)
         for drive, segment in metadata.retired:
             executor.retire(drive, segment)
-        for load in metadata.loads:
-            executor.submit_load(load)
-        for load in metadata.refused:
-            executor.refuse_load(load)
-        executor.submit_persists(metadata.persists)
+        metadata.loads.reverse()  # The first to come is the first to load.
+        while metadata.loads:
+            executor.submit_load(metadata.loads.pop())
+        while metadata.refused:
+            executor.refuse_load(metadata.refused.pop())
+        persists, metadata.persists = metadata.persists, []
+        executor.submit_persists(persists)
+        return True
 
-    def store(self, metadata: SariaMetadata) -> None:
+    def store(self, metadata: SariaMetadata) -> bool:
         """Submit the stores: after the forward, when their blocks have their final bytes."""
         assert self._executor is not None
-        for job in metadata.stores:
-            self._executor.submit_store(job)
+        metadata.stores.reverse()
+        while metadata.stores:
+            self._executor.submit_store(metadata.stores[-1])
+            metadata.stores.pop()
+        return True
+
+    def fail_rest(self, metadata: SariaMetadata) -> None:
+        """After a fault of ours: end as failed what was not handed on. The job that was being submitted ends at its
+        deadline if it is a load."""
+        assert self._executor is not None
+        for load in metadata.loads + metadata.refused:
+            self._executor.refuse_load(load)
+        for store in metadata.stores:
+            self._results.append(JobResult(store.job_id, tuple(range(len(store.items))), "other"))
+        self._results += [JobResult(persist.job_id, (0,), "other") for persist in metadata.persists]
+        metadata.loads, metadata.refused, metadata.stores, metadata.persists = [], [], [], []
+
+    def turn_off(self) -> None:
+        """Count a fault of ours. What was asked of this half ends all the same: the other half decides."""
+        count(self.counts, "internal_errors", 1)
 
     def transfer_results(self) -> KVConnectorTransferResults:
         transfers = KVConnectorTransferResults()

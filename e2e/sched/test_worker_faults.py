@@ -1,0 +1,87 @@
+"""Faults of ours in the worker half: what was promised ends, once, and the engine's thread sees no exception."""
+
+import pytest
+
+from saria_connector.connector import SariaConnector
+from saria_connector.metadata import SariaMetadata
+from saria_connector.worker import WorkerSide
+from saria_vllm.types import Extent, LoadItem, LoadJob, PersistJob, Slot, StoreItem, StoreJob
+
+
+class Executor:
+    """Fails at the named call; notes what it took."""
+
+    def __init__(self, fails_at):
+        self.fails_at, self.taken, self.refused = fails_at, [], []
+
+    def _take(self, name, job):
+        if name == self.fails_at:
+            raise RuntimeError("a fault of ours")
+        self.taken.append(job)
+
+    def set_generation(self, generation):
+        pass
+
+    def submit_load(self, job):
+        self._take(job.request_id, job)
+
+    def refuse_load(self, job):
+        self.refused.append(job.request_id)
+
+    def submit_store(self, job):
+        self._take(f"store {job.job_id}", job)
+
+    def submit_persists(self, jobs):
+        self._take("persists", jobs)
+
+    def poll(self):
+        if self.fails_at == "poll":
+            raise RuntimeError("a fault of ours")
+        return [], [], {}, []
+
+    def take_opened(self):
+        return None
+
+
+def connector_with(fails_at):
+    connector = object.__new__(SariaConnector)
+    connector._scheduler, connector._worker = None, object.__new__(WorkerSide)
+    connector._worker._executor = Executor(fails_at)
+    connector._worker._results, connector._worker.counts = [], {}
+    slot, extent = Slot(0, 0), Extent(0, 0, 0)
+    connector._connector_metadata = SariaMetadata(
+        loads=[LoadJob(n, f"r{n}", (LoadItem(0, (1,), slot, None, b"k"),)) for n in (1, 2, 3)],
+        stores=[StoreJob(n, (StoreItem(0, slot, (1,)), StoreItem(0, slot, (2,)))) for n in (4, 5)],
+        persists=[PersistJob(6, 0, slot, extent, b"k", b"")],
+    )
+    return connector
+
+
+def step(connector):
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    connector.get_transfer_results(set())
+    metadata = connector.build_connector_worker_meta()
+    return [] if metadata is None else [(r.job_id, r.failed) for r in metadata.results]
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "refused", "failed"),
+    [
+        ("nowhere", [], []),
+        ("r1", ["r3", "r2"], [(4, (0, 1)), (5, (0, 1)), (6, (0,))]),
+        ("r3", [], [(4, (0, 1)), (5, (0, 1)), (6, (0,))]),
+        ("persists", [], [(4, (0, 1)), (5, (0, 1))]),
+        ("store 4", [], [(5, (0, 1)), (4, (0, 1))]),
+        ("poll", [], []),
+    ],
+)
+def test_whatever_was_not_handed_on_ends_as_failed(fails_at, refused, failed):
+    connector = connector_with(fails_at)
+    assert step(connector) == failed
+    executor = connector._worker._executor
+    assert executor.refused == refused
+    stats = connector.get_kv_connector_stats()
+    assert (stats is None) == (fails_at == "nowhere")
+    if stats is not None:
+        assert stats.data["internal_errors"] == 1
