@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from doubles import Rig, from_dram, from_ssd, holdings, wait_for
+from doubles import Rig, from_dram, from_ssd, holdings, store_job, wait_for
 from saria_connector import layout
 from saria_connector.metadata import SariaMetadata
 from saria_connector.worker import WorkerSide
@@ -467,7 +467,7 @@ def test_b01_the_worker_submits_stores_after_the_forward_only(tmp_path: Path, co
             key, blocks = b"step%d" % step, tuple(range(step % 32 * 4, step % 32 * 4 + 4))
             slot = rig.slot(0, step % 100)
             rig.fill(0, b"poison", blocks)
-            job = StoreJob(step, (StoreItem(0, slot, blocks),))
+            job = store_job(step, [StoreItem(0, slot, blocks)])
             metadata = SariaMetadata(generation=1, stores=[job])
             worker.start(metadata)
             time.sleep(rng.random() * 0.002)

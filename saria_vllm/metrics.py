@@ -42,6 +42,8 @@ Counts = dict[str, int]
 
 def count(counts: Counts, name: str, value: int, label: str = "") -> None:
     """Add to a counter of `COUNTERS`; an unknown label value counts as the last known one."""
+    if not value:
+        return
     metric = COUNTERS[name]
     if metric.label:
         name = f"{name}:{label if label in metric.values else metric.values[-1]}"

@@ -1,6 +1,6 @@
-"""Words of the project as types (see docs/glossary.md). Imports nothing but msgspec.
+"""Words of the project as types (see docs/glossary.md). Imports nothing but msgspec and numpy.
 
-These structs travel from the scheduler process to the workers and back, so they hold numbers, bytes and tuples only.
+These travel from the scheduler process to the workers and back, so they hold numbers, bytes, tuples and arrays only.
 """
 
 from __future__ import annotations
@@ -8,6 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
 
 RECORD_ALIGN_BYTES = 4096
 """Slots and records are padded to this, so that O_DIRECT works from the DRAM pool itself."""
@@ -63,7 +67,7 @@ class GroupShape(msgspec.Struct, frozen=True):
         return align_up(self.chunk_bytes)
 
 
-class StoreItem(msgspec.Struct, frozen=True, array_like=True):
+class StoreItem(NamedTuple):
     """HBM -> DRAM copy of one chunk."""
 
     group: int
@@ -72,14 +76,37 @@ class StoreItem(msgspec.Struct, frozen=True, array_like=True):
     """One block id per block of the chunk."""
 
 
-class StoreJob(msgspec.Struct, frozen=True, array_like=True):
+class StorePart(NamedTuple):
+    """The chunks of one group in a store job, by column."""
+
+    group: int
+    slots: Ints
+    """(chunks, 2): slab, cell."""
+    blocks: Ints
+    """(chunks, blocks_per_chunk): block ids."""
+
+
+class StoreJob(NamedTuple):
     """One request's chunks to store. All or nothing: a job whose copy failed stored nothing."""
 
     job_id: int
-    items: tuple[StoreItem, ...]
+    parts: tuple[StorePart, ...]
+
+    @property
+    def chunks(self) -> int:
+        return sum(len(part.slots) for part in self.parts)
+
+    @property
+    def items(self) -> tuple[StoreItem, ...]:
+        """Chunk by chunk, in the order that positions in results count."""
+        return tuple(
+            StoreItem(part.group, Slot(*slot), tuple(blocks))
+            for part in self.parts
+            for slot, blocks in zip(part.slots.tolist(), part.blocks.tolist(), strict=True)
+        )
 
 
-class LoadItem(msgspec.Struct, frozen=True, array_like=True):
+class LoadItem(NamedTuple):
     """Tier -> HBM copy of one chunk. Exactly one of `slot` and `extent` is set."""
 
     group: int
@@ -90,12 +117,52 @@ class LoadItem(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
 
 
-class LoadJob(msgspec.Struct, frozen=True, array_like=True):
+class LoadPart(NamedTuple):
+    """The chunks of one group in a load job, by column."""
+
+    group: int
+    keys: tuple[bytes, ...]
+    blocks: Ints
+    """(chunks, blocks_per_chunk): block ids, `NULL_BLOCK` where nothing is to be written."""
+    slots: Ints
+    """(chunks, 2): slab, cell; -1 where the chunk comes from SSD."""
+    extents: Ints
+    """(chunks, 3): drive, segment, record; -1 where the chunk comes from DRAM."""
+
+    def item(self, position: int) -> LoadItem:
+        drive, segment, record = self.extents[position].tolist()
+        slab, cell = self.slots[position].tolist()
+        return LoadItem(
+            self.group,
+            tuple(self.blocks[position].tolist()),
+            Slot(slab, cell) if slab >= 0 else None,
+            Extent(drive, segment, record) if drive >= 0 else None,
+            self.keys[position],
+        )
+
+
+class LoadJob(NamedTuple):
     """One request's reload. Ends exactly once: loaded, or failed with the positions of the bad items."""
 
     job_id: int
     request_id: str
-    items: tuple[LoadItem, ...]
+    parts: tuple[LoadPart, ...]
+
+    @property
+    def chunks(self) -> int:
+        return sum(len(part.keys) for part in self.parts)
+
+    def item(self, position: int) -> LoadItem:
+        """The chunk at a position as results count them: part after part."""
+        for part in self.parts:
+            if position < len(part.keys):
+                return part.item(position)
+            position -= len(part.keys)
+        raise IndexError(position)
+
+    @property
+    def items(self) -> tuple[LoadItem, ...]:
+        return tuple(self.item(position) for position in range(self.chunks))
 
 
 class PersistJob(msgspec.Struct, frozen=True, array_like=True):

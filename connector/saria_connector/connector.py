@@ -144,7 +144,7 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
             for result in metadata.results:
                 self._scheduler.release_blocks(result)
                 self._guard(None, self._scheduler.job_ended, result)
-            self._guard(None, self._scheduler.ssd_opened, metadata.opened)
+            self._guard(None, self._scheduler.ssd.opened, metadata.opened)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

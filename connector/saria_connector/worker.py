@@ -43,9 +43,7 @@ class WorkerSide:
         maps = layout.page_maps(self._kv_cache_config, sizing.groups, kv_caches)
         if self._config.ssd_paths:
             open_engine(self._config.ssd_engine, 2)[0].close()  # A configured engine that cannot work is an error now.
-        pool = DramPool(
-            self._pool_name, sizing.dram_bytes, self._rank % sizing.ranks, sizing.ranks, sizing.slab_bytes
-        )
+        pool = DramPool(self._pool_name, sizing.dram_bytes, self._rank % sizing.ranks, sizing.ranks, sizing.slab_bytes)
         self._executor = Executor(
             pool,
             maps,
@@ -90,7 +88,7 @@ class WorkerSide:
         for load in metadata.loads + metadata.refused:
             self._executor.refuse_load(load)
         for store in metadata.stores:
-            self._results.append(JobResult(store.job_id, tuple(range(len(store.items))), "other"))
+            self._results.append(JobResult(store.job_id, tuple(range(store.chunks)), "other"))
         self._results += [JobResult(persist.job_id, (0,), "other") for persist in metadata.persists]
         metadata.loads, metadata.refused, metadata.stores, metadata.persists = [], [], [], []
 

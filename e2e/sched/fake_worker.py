@@ -170,7 +170,7 @@ class Worker:
             self.log.append(("refused", load))
             self._received.add(load.request_id)
             self._failed.add(load.request_id)
-            self._results += [JobResult(load.job_id, tuple(range(len(load.items) or 1)), "stale")] * self.ranks
+            self._results += [JobResult(load.job_id, tuple(range(load.chunks or 1)), "stale")] * self.ranks
         for persist in metadata.persists:
             self._begin_persist(persist)
         for store in metadata.stores:

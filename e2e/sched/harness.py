@@ -36,6 +36,7 @@ from fake_worker import Step, Worker
 from saria_connector.connector import SariaConnector
 from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
 from saria_connector.scheduler import SchedulerSide
+from saria_vllm.policy.index import Prefix
 from saria_vllm.types import Slot
 
 STEPS_MAX = 2000
@@ -120,9 +121,9 @@ class Engine:
         self.side: SchedulerSide = side
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.worker = Worker(self)
-        self.worker.ranks, self.worker.generation = ranks, side._generation
+        self.worker.ranks, self.worker.generation = ranks, side.ssd.generation
         self.now = side._clock()
-        side._clock = lambda: self.now
+        side._clock = side.ssd._clock = lambda: self.now
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
@@ -292,8 +293,8 @@ class Engine:
 
     def _schedule(self) -> bool:
         output = self.scheduler.schedule()
-        if self.side._reclaimer is not None:
-            self.side._reclaimer.join()
+        if self.side.ssd._reclaimer is not None:
+            self.side.ssd._reclaimer.join()
         metadata: Any = output.kv_connector_metadata
         if isinstance(metadata, MultiKVConnectorMetadata):
             metadata = metadata.metadata[self.place]
@@ -368,11 +369,11 @@ class Engine:
         self.confirmed.update(self.truth(request_id).last_marks(self.chunk_tokens, tokens))
 
     def _note_slots(self, metadata: SariaMetadata) -> None:
-        index = self.side.tiers.index
+        index = self.side.tiers.chunks.index
         wanted = {(store.job_id, item.group, item.slot) for store in metadata.stores for item in store.items}
         for job_id, group, slot in wanted:
             for key, row in index.rows[group].items():
-                job = self.side.tiers.jobs[job_id]
+                job = self.side.tiers.jobs.live[job_id]
                 if not job.stale and Slot(index.slab[row], index.cell[row]) == slot:
                     self._slots[job_id, group, slot] = key
 
@@ -398,12 +399,12 @@ class Engine:
     def counted(self, name: str) -> int:
         """A counter of the scheduler half, over all steps so far."""
         totals = [stats.get("SariaConnector", stats) for stats in self.stats]
-        return sum(int(stats.get(name, 0)) for stats in totals) + self.side.tiers.counts.get(name, 0)
+        return sum(int(stats.get(name, 0)) for stats in totals) + self.side.tiers.chunks.counts.get(name, 0)
 
     def stored_chunks(self, request_id: str) -> int:
         """How many leading chunks of a request's keys DRAM can serve."""
         keys = self.keys(self.requests[request_id])
-        return self.side.tiers.match(keys, 0, len(keys))
+        return self.side.tiers.match(Prefix(keys), 0, len(keys))
 
     def close(self, allow_off: bool = False) -> None:
         """End everything and check that nothing is left."""
@@ -423,7 +424,7 @@ class Engine:
         assert not self.connector.has_pending_push_work() and not self.connector.has_pending_block_frees()
         if not allow_off:
             side.tiers.check()
-            assert not side.tiers.jobs
+            assert not side.tiers.jobs.live
         self.connector.shutdown()
 
     def _report_rest(self) -> None:

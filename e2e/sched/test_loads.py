@@ -9,6 +9,7 @@ import pytest
 
 from harness import Engine, prompt, tokens_in
 from saria_connector import scheduler as scheduler_half
+from saria_vllm.policy.index import Prefix
 from saria_vllm.types import NULL_BLOCK
 
 pytestmark = pytest.mark.vllm
@@ -150,7 +151,7 @@ def test_b24_a_request_whose_every_load_fails_ends_by_recompute(make: Make) -> N
 
     class Failing(set):  # type: ignore[type-arg]
         def __contains__(self, key: object) -> bool:
-            return key == next((k for k in reversed(keys) if engine.side.tiers.match([k], 0, 1)), None)
+            return key == next((k for k in reversed(keys) if engine.side.tiers.match(Prefix([k]), 0, 1)), None)
 
     engine.worker.fail_items = Failing()
     engine.add("again", prompt(200))
@@ -249,12 +250,12 @@ def test_b25_loads_of_queued_requests_leave_dram_to_stores(make: Make, tmp_path:
     for number in range(20):
         engine.serve(f"cold {number}", prompt(320, seed=number))
     engine.flush_hbm()
-    used = engine.side.tiers.slots.used[0]
+    used = engine.side.tiers.chunks.slots.used[0]
     engine.worker.auto_loads = engine.worker.auto_stores = False
     for number in range(20):
         engine.add(f"again {number}", prompt(320, seed=number))
     engine.steps_of(5)
-    assert len(engine.worker.loads) >= 4 and engine.side.tiers.slots.used[0] <= used
+    assert len(engine.worker.loads) >= 4 and engine.side.tiers.chunks.slots.used[0] <= used
     engine.worker.auto_loads = engine.worker.auto_stores = True
     engine.worker.end_all()
     engine.run()

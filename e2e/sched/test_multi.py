@@ -37,7 +37,7 @@ def test_b36_the_connector_that_loses_loads_nothing_and_still_stores(make: Make,
     engine.add("stub wins", tokens, 5, params={"stub_tokens": 64})
     engine.steps_of(3)
     assert engine.offered("stub wins") == [96 if order == "stub first" else 0]
-    assert not engine.begun("load") and not engine.side.tiers.jobs
+    assert not engine.begun("load") and not engine.side.tiers.jobs.live
     engine.end_other_load("stub wins")
     engine.run()
     assert not engine.begun("load") and engine.counted("loads:loaded") == 0
@@ -59,7 +59,7 @@ def test_b36_real_blocks_and_no_tokens(make: Make, order: str) -> None:
     assert engine.saria.get_num_new_matched_tokens(request, 0) == (96, True)
     blocks = engine.scheduler.kv_cache_manager.empty_kv_cache_blocks
     engine.saria.update_state_after_alloc(request, blocks, 0)
-    assert not engine.side._loads and not engine.side.tiers.jobs
+    assert not engine.side._loads and not engine.side.tiers.jobs.live
     engine.run()
 
 

@@ -36,9 +36,9 @@ def busy(engine: Engine) -> None:
 def test_b60_reset_with_stores_and_loads_in_flight(make: Make, ends: str) -> None:
     engine = make(blocks=100)
     busy(engine)
-    generation = engine.side._generation
+    generation = engine.side.ssd.generation
     assert engine.connector.reset_cache() is True
-    assert engine.side._generation > generation
+    assert engine.side.ssd.generation > generation
     engine.steps_of(3)
     stores, loads = list(engine.worker.stores), list(engine.worker.loads)
     if ends == "loads first":
@@ -126,7 +126,7 @@ def test_b60_reset_with_persists_in_flight_retires_their_segments(make: Make, tm
     engine.serve("next", prompt(100, seed=1))
     engine.serve("next but one", prompt(100, seed=2))
     generations = {content.generation for content in engine.worker.ssd.values()}
-    assert generations == {engine.side._generation}
+    assert generations == {engine.side.ssd.generation}
 
 
 def test_b60_a_reset_that_cannot_be_made_durable_is_not_reported_as_done(
@@ -134,16 +134,16 @@ def test_b60_a_reset_that_cannot_be_made_durable_is_not_reported_as_done(
 ) -> None:
     engine = make(**ssd(tmp_path))
     engine.serve("cold", prompt(100))
-    directory = engine.side._directory
+    directory = engine.side.ssd.directory
     assert directory is not None
 
     def fails(*args: Any) -> None:
         raise StorageError("read-only")
 
     monkeypatch.setattr(directory, "_write_generation", fails)
-    generation = engine.side._generation
+    generation = engine.side.ssd.generation
     assert engine.connector.reset_cache() is False
-    assert engine.side._generation == generation + 1
+    assert engine.side.ssd.generation == generation + 1
     engine.flush_hbm()
     engine.serve("again", prompt(100))
     assert engine.offered("again") == [0], "in this process the reset holds all the same"
@@ -164,7 +164,7 @@ def test_requests_wait_a_bounded_time_for_the_ssd_tier(make: Make, tmp_path: Pat
     assert engine.outputs["early"]
     engine.worker.end_open([])
     engine.serve("later", prompt(100))
-    assert engine.side.tiers.extents is not None
+    assert engine.side.tiers.chunks.extents is not None
 
 
 @pytest.mark.parametrize("reset", ["no", "before it is sent", "while it opens"])
@@ -175,12 +175,12 @@ def test_what_an_earlier_process_left_is_found_unless_reset(make: Make, tmp_path
     keys = engine.keys(engine.requests["wanted"])
     if reset == "before it is sent":
         engine.scheduler.schedule()
-        assert engine.side._reclaimer is not None
-        engine.side._reclaimer.join()
-        assert engine.side._open is not None
+        assert engine.side.ssd._reclaimer is not None
+        engine.side.ssd._reclaimer.join()
+        assert engine.side.ssd._message is not None
         engine.connector.reset_cache()
     engine.steps_of(3)
-    assert engine.worker.opened is not None and engine.worker.opened.generation == engine.side._generation
+    assert engine.worker.opened is not None and engine.worker.opened.generation == engine.side.ssd.generation
     if reset == "while it opens":
         engine.connector.reset_cache()
     found = []
@@ -207,7 +207,7 @@ def test_an_ssd_that_cannot_be_opened_is_left_out(make: Make, tmp_path: Path) ->
     engine.worker.end_open([], problem="OSError: nothing there")
     engine.flush_hbm()
     engine.serve("again", prompt(100))
-    assert engine.offered("again") == [96] and engine.side.tiers.extents is None
+    assert engine.offered("again") == [96] and engine.side.tiers.chunks.extents is None
 
 
 @pytest.mark.parametrize("late", [0, 1])

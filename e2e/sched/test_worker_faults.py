@@ -1,11 +1,12 @@
 """Faults of ours in the worker half: what was promised ends, once, and the engine's thread sees no exception."""
 
+import numpy as np
 import pytest
 
 from saria_connector.connector import SariaConnector
 from saria_connector.metadata import SariaMetadata
 from saria_connector.worker import WorkerSide
-from saria_vllm.types import Extent, LoadItem, LoadJob, PersistJob, Slot, StoreItem, StoreJob
+from saria_vllm.types import Extent, LoadJob, PersistJob, Slot, StoreJob, StorePart
 
 
 class Executor:
@@ -50,8 +51,8 @@ def connector_with(fails_at):
     connector._worker._results, connector._worker.counts = [], {}
     slot, extent = Slot(0, 0), Extent(0, 0, 0)
     connector._connector_metadata = SariaMetadata(
-        loads=[LoadJob(n, f"r{n}", (LoadItem(0, (1,), slot, None, b"k"),)) for n in (1, 2, 3)],
-        stores=[StoreJob(n, (StoreItem(0, slot, (1,)), StoreItem(0, slot, (2,)))) for n in (4, 5)],
+        loads=[LoadJob(n, f"r{n}", ()) for n in (1, 2, 3)],
+        stores=[StoreJob(n, (StorePart(0, np.zeros((2, 2), np.int32), np.ones((2, 1), np.int32)),)) for n in (4, 5)],
         persists=[PersistJob(6, 0, slot, extent, b"k", b"")],
     )
     return connector

@@ -12,7 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from saria_vllm import _native
 from saria_vllm.config import SsdEngineName
@@ -25,15 +27,16 @@ from saria_vllm.metrics import Counts
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import (
     GroupShape,
+    Ints,
     JobResult,
-    LoadItem,
     LoadJob,
+    LoadPart,
     OpenedSsd,
     OpenSsd,
     PersistJob,
     Slot,
-    StoreItem,
     StoreJob,
+    StorePart,
 )
 
 PIECE_BYTES = 16 << 20
@@ -44,6 +47,16 @@ CLOSE_S = 2.0
 
 NOTES_SAID_MAX = 5
 """Of what the SSD tier noted while it opened, so many are told."""
+
+
+class Piece(NamedTuple):
+    """Chunks of one group that are copied in one go."""
+
+    group: int
+    positions: list[int]
+    """In the job."""
+    slots: Ints
+    blocks: Ints
 
 
 class Executor:
@@ -76,7 +89,7 @@ class Executor:
         self._opened: OpenedSsd | None = None
         self._engine_note = ""
         self._opener: threading.Thread | None = None
-        self._loads: deque[tuple[LoadState, list[int]]] = deque()
+        self._loads: deque[LoadState] = deque()
         self._stores: deque[StoreJob] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -106,20 +119,22 @@ class Executor:
 
     def submit_load(self, job: LoadJob) -> None:
         state = self._ends.begin(job, time.monotonic())
-        if not job.items:
+        if not job.parts:
             self._ends.items(state, (0,))
-        in_dram = [position for position, item in enumerate(job.items) if item.slot is not None]
+            return
+        drives = np.concatenate([part.extents[:, 0] for part in job.parts])
+        on_ssd = (drives >= 0).nonzero()[0].tolist()
+        if on_ssd and not self._ssd:
+            self._ends.items(state, on_ssd, "not_found")
+            on_ssd = []
         reads: dict[SsdThread, list[Read]] = {}
-        for position, item in enumerate(job.items):
-            if item.extent is not None:
-                if not self._ssd:
-                    self._ends.items(state, (position,), "not_found")
-                    continue
-                thread = next(self._readers[item.extent.drive % len(self._readers)])
-                reads.setdefault(thread, []).append(Read(state, position))
+        for position in on_ssd:
+            thread = next(self._readers[int(drives[position]) % len(self._readers)])
+            reads.setdefault(thread, []).append(Read(state, position))
         for thread, ops in reads.items():
             thread.submit(ops)
-        if in_dram and not self._queue(self._loads, (state, in_dram)):
+        in_dram = _in_dram(job)
+        if in_dram and not self._queue(self._loads, state):
             self._ends.items(state, in_dram, "other")
 
     def refuse_load(self, job: LoadJob) -> None:
@@ -251,50 +266,50 @@ class Executor:
             self._copy_loads()
             if store is not None:
                 self._copy_store(store)
-        for state, positions in self._loads:
-            self._ends.items(state, positions, "other")
+        for state in self._loads:
+            self._ends.items(state, _in_dram(state.job), "other")
         for store in self._stores:
             self._fail_store(store)
 
     def _copy_loads(self) -> None:
         while self._loads and not self._closing:
-            self._copy_load(*self._loads.popleft())
+            self._copy_load(self._loads.popleft())
 
-    def _copy_load(self, state: LoadState, positions: list[int]) -> None:
-        items, ended = state.job.items, 0
+    def _copy_load(self, state: LoadState) -> None:
+        left = set(_in_dram(state.job))
         try:
-            for piece in self._pieces(items, positions):
-                group = items[piece[0]].group
-                nbytes = self._shapes[group].record_bytes
-                sources = [self._address(items[position].slot, nbytes) for position in piece]
+            for piece in _pieces(state.job.parts, self._shapes):
+                if self._closing:
+                    break
+                sources = self._addresses(piece)
                 if not self._ends.may_write(state):
                     return
                 try:
-                    self._maps[group].scatter_many(sources, [items[position].blocks for position in piece])
+                    self._maps[piece.group].scatter_many(sources, piece.blocks.tolist())
                 finally:
                     self._ends.wrote(state)
-                self._ends.count("load_bytes", nbytes * len(piece), "dram")
-                self._ends.items(state, piece)
-                ended += len(piece)
+                self._ends.count("load_bytes", self._shapes[piece.group].record_bytes * len(sources), "dram")
+                self._ends.items(state, piece.positions)
+                left.difference_update(piece.positions)
         except Exception as error:
             self._fault("load", error)
-        if rest := positions[ended:]:
-            self._ends.items(state, rest, "other")
+        if left:
+            self._ends.items(state, left, "other")
 
     def _copy_store(self, job: StoreJob) -> None:
-        items, ended = job.items, 0
+        copied = 0
         try:
-            for piece in self._pieces(items, range(len(items))):
-                group = items[piece[0]].group
-                nbytes = self._shapes[group].record_bytes
-                targets = [self._address(items[position].slot, nbytes) for position in piece]
-                self._maps[group].gather_many(targets, [items[position].blocks for position in piece])
-                self._ends.count("store_bytes", nbytes * len(piece))
-                ended += len(piece)
+            for piece in _pieces(job.parts, self._shapes):
+                if self._closing:
+                    break
+                targets = self._addresses(piece)
+                self._maps[piece.group].gather_many(targets, piece.blocks.tolist())
+                self._ends.count("store_bytes", self._shapes[piece.group].record_bytes * len(targets))
+                copied += len(targets)
                 self._copy_loads()
         except Exception as error:
             self._fault("store", error)
-        if ended < len(items):
+        if copied < job.chunks:
             self._fail_store(job)
         else:
             self._ends.job(JobResult(job.job_id))
@@ -302,25 +317,34 @@ class Executor:
     def _fail_store(self, job: StoreJob) -> None:
         self._ends.job(JobResult(job.job_id, _all_positions(job), "other"))
 
-    def _address(self, slot: Slot | None, nbytes: int) -> int:
-        assert slot is not None
-        return self._pool.address(slot, nbytes)
+    def _addresses(self, piece: Piece) -> list[int]:
+        nbytes = self._shapes[piece.group].record_bytes
+        return [self._pool.address(Slot(slab, cell), nbytes) for slab, cell in piece.slots.tolist()]
 
     def _fault(self, what: str, error: Exception) -> None:
         self._ends.count("internal_errors", 1)
         self._ends.say_once(f"{what} fault", f"a {what} between HBM and DRAM failed: {type(error).__name__}: {error}")
 
-    def _pieces(self, items: Sequence[StoreItem | LoadItem], positions: Iterable[int]) -> Iterator[list[int]]:
-        """Runs of positions of one group, at most `PIECE_BYTES` each; no more of them once we are closing."""
-        for group, run in itertools.groupby(positions, lambda position: items[position].group):
-            members = list(run)
-            step = max(1, PIECE_BYTES // self._shapes[group].record_bytes)
-            for start in range(0, len(members), step):
-                if self._closing:
-                    return
-                yield members[start : start + step]
+
+def _pieces(parts: Sequence[LoadPart | StorePart], shapes: Mapping[int, GroupShape]) -> Iterator[Piece]:
+    """The chunks of a job that have a slot, at most `PIECE_BYTES` at once."""
+    before = 0
+    for part in parts:
+        positions = (part.slots[:, 0] >= 0).nonzero()[0]
+        step = max(1, PIECE_BYTES // shapes[part.group].record_bytes)
+        for start in range(0, len(positions), step):
+            some = positions[start : start + step]
+            yield Piece(part.group, (some + before).tolist(), part.slots[some], part.blocks[some])
+        before += len(part.slots)
+
+
+def _in_dram(job: LoadJob) -> list[int]:
+    """Positions of the chunks that come from DRAM."""
+    slabs = [part.slots[:, 0] for part in job.parts]
+    positions: list[int] = (np.concatenate(slabs) >= 0).nonzero()[0].tolist() if slabs else []
+    return positions
 
 
 def _all_positions(job: LoadJob | StoreJob) -> tuple[int, ...]:
-    """Of a job that failed as a whole; one that never had items has failed too."""
-    return tuple(range(len(job.items) or 1))
+    """Of a job that failed as a whole; one that never had chunks has failed too."""
+    return tuple(range(job.chunks or 1))

@@ -20,7 +20,7 @@ class LoadState:
 
     def __init__(self, job: LoadJob, generation: int, now: float) -> None:
         self.job, self.generation = job, generation
-        self.items_left = set(range(len(job.items) or 1))
+        self.items_left = set(range(job.chunks or 1))
         """Positions that have not ended; a load without items has one to end all the same."""
         self.failed: list[int] = []
         self.reason = ""

@@ -155,7 +155,7 @@ class SsdThread:
             raise OSError(errno.EIO, f"the {self._engine.name} engine failed")
         match op:
             case Read(state, position):
-                item = state.job.items[position]
+                item = state.job.item(position)
                 assert item.extent is not None
                 nbytes = self._shapes[item.group].record_bytes
                 fd, offset, checksum = self._store.read_target(item.group, item.extent)
@@ -216,7 +216,7 @@ class SsdThread:
             raise OSError(-result, "SSD I/O failed")
         match flight.op:
             case Read(state, position):
-                item = state.job.items[position]
+                item = state.job.item(position)
                 assert item.extent is not None
                 nbytes = self._shapes[item.group].record_bytes
                 if result != nbytes:

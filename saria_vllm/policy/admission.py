@@ -1,47 +1,63 @@
-"""When a chunk is worth an SSD write. Each policy answers at three moments and gives its reason."""
+"""When a chunk is worth an SSD write. Each policy answers at three moments, for many chunks at once, with reasons."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy.index import ChunkIndex, Rows
 
 
-class Decision(NamedTuple):
-    admit: bool
-    reason: str
+class Reason(NamedTuple):
+    name: str
     """A label for counters."""
+    admit: bool
+
+
+REASONS = (
+    Reason("every_chunk", True),
+    Reason("never", False),
+    Reason("not_yet", False),
+    Reason("eviction_count", True),
+    Reason("reuse_count", True),
+)
+EVERY_CHUNK, NEVER, NOT_YET, EVICTION_COUNT, REUSE_COUNT = range(len(REASONS))
+ADMITS = np.array([reason.admit for reason in REASONS])
+"""By reason number."""
+
+Reasons = npt.NDArray[np.uint8]
+"""A reason number for each row that was asked about."""
 
 
 class Admission(Protocol):
-    def stored(self, evictions: int, reuses: int) -> Decision:
-        """The chunk entered DRAM."""
+    def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
+        """The chunks entered DRAM or were reused there; `reuses` counts this one. None: nothing to write yet."""
 
-    def reused(self, evictions: int, reuses: int) -> Decision:
-        """The chunk in DRAM was reused; `reuses` counts this one."""
-
-    def evicted(self, evictions: int, reuses: int) -> Decision:
-        """The chunk is leaving DRAM and is not on SSD; `evictions` counts this one."""
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float) -> Reasons:
+        """The chunks are leaving DRAM and are not on SSD; `evictions` does not count this one yet."""
 
 
 class FullDuplicate:
     """Persist every stored chunk: the baseline of other tiers."""
 
-    def stored(self, evictions: int, reuses: int) -> Decision:
-        return Decision(True, "every_chunk")
+    def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
+        return np.full(len(rows), EVERY_CHUNK, np.uint8)
 
-    reused = stored
-    evicted = stored
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float) -> Reasons:
+        return np.full(len(rows), EVERY_CHUNK, np.uint8)
 
 
 class DramOnly:
     """Never persist."""
 
-    def stored(self, evictions: int, reuses: int) -> Decision:
-        return Decision(False, "never")
+    def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
+        return None
 
-    reused = stored
-    evicted = stored
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float) -> Reasons:
+        return np.full(len(rows), NEVER, np.uint8)
 
 
 class Saria:
@@ -54,18 +70,16 @@ class Saria:
     def __init__(self, evictions: int, reuses: int) -> None:
         self._evictions_min, self._reuses_min = evictions, reuses
 
-    def stored(self, evictions: int, reuses: int) -> Decision:
-        return self.reused(evictions, reuses)
+    def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
+        if not self._reuses_min:
+            return None
+        return np.where(index.reuses[rows] >= self._reuses_min, np.uint8(REUSE_COUNT), np.uint8(NOT_YET))
 
-    def reused(self, evictions: int, reuses: int) -> Decision:
-        if self._reuses_min and reuses >= self._reuses_min:
-            return Decision(True, "reuse_count")
-        return Decision(False, "not_yet")
-
-    def evicted(self, evictions: int, reuses: int) -> Decision:
-        if evictions >= self._evictions_min:
-            return Decision(True, "eviction_count")
-        return self.reused(evictions, reuses)
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float) -> Reasons:
+        often = index.evictions[rows] >= self._evictions_min - 1
+        reasons = np.where(often, np.uint8(EVICTION_COUNT), np.uint8(NOT_YET))
+        kept = self.kept(index, rows)
+        return reasons if kept is None else np.where(reasons == NOT_YET, kept, reasons)
 
 
 def make_admission(config: AdmissionConfig) -> Admission:

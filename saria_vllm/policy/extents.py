@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable
 
-from saria_vllm.types import Extent
+import numpy as np
+
+from saria_vllm.policy.index import NO_ROWS, Rows
+from saria_vllm.types import Extent, Ints
 
 DRIVE_PAUSE_S = 10.0
 """How long a drive that failed a write gets no writes."""
@@ -19,7 +21,7 @@ class Segment:
 
     def __init__(self, drive: int, segment_id: int, group: int, records: int) -> None:
         self.drive, self.id, self.group = drive, segment_id, group
-        self.rows = array("i", [-1] * records)
+        self.rows = np.full(records, -1, np.int32)
         """Index row of each record, -1 where none is readable."""
         self.used = 0
         """Records handed out."""
@@ -58,11 +60,15 @@ class ExtentAllocator:
     def segments(self) -> int:
         return sum(map(len, self._by_drive))
 
-    def take(self, group: int, now: float) -> tuple[Extent | None, array[int]]:
+    def take(self, group: int, now: float) -> tuple[Extent | None, Rows]:
         """A record to write, and the rows that lost their SSD copy to make room. None when no drive can take it."""
-        lost = array("i")
+        lost: list[Rows] = []
+        extent = self._take(group, now, lost)
+        return extent, np.concatenate(lost) if lost else NO_ROWS
+
+    def _take(self, group: int, now: float, lost: list[Rows]) -> Extent | None:
         if not self._records[group]:
-            return None, lost
+            return None
         for _ in self._by_drive:
             drive = self._turn = (self._turn + 1) % len(self._by_drive)
             if now < self._paused_until[drive]:
@@ -75,10 +81,10 @@ class ExtentAllocator:
             segment.busy += 1
             if segment.used == len(segment.rows):
                 del self._open[drive, group]
-            return extent, lost
-        return None, lost
+            return extent
+        return None
 
-    def _new_segment(self, drive: int, group: int, lost: array[int]) -> Segment | None:
+    def _new_segment(self, drive: int, group: int, lost: list[Rows]) -> Segment | None:
         segments = self._by_drive[drive]
         while len(segments) >= self._segments_max:
             idle = [segment for segment in segments.values() if not segment.busy]
@@ -86,7 +92,7 @@ class ExtentAllocator:
                 return None
             full = (segment for segment in idle if self._open.get((drive, segment.group)) is not segment)
             oldest = next(full, idle[0])
-            lost.extend(row for row in oldest.rows if row >= 0)
+            lost.append(oldest.rows[oldest.rows >= 0])
             self._retire(oldest)
         segment = Segment(drive, self._next_segment, group, self._records[group])
         self._next_segment += 1
@@ -99,13 +105,27 @@ class ExtentAllocator:
             del self._open[segment.drive, segment.group]
         self.retired.append((segment.drive, segment.id))
 
-    def release(self, extent: Extent) -> None:
-        """End one write or read of a record."""
-        segment = self.segment(extent)
-        assert segment.busy > 0
-        segment.busy -= 1
-        if segment.orphan and not segment.busy:
-            self._retire(segment)
+    def filled(self, extent: Extent, row: int) -> None:
+        """The record can be read from now on."""
+        self.segment(extent).rows[extent.record] = row
+
+    def forget(self, extent: Extent) -> None:
+        """The record is never read again; its room comes back with its segment."""
+        self.segment(extent).rows[extent.record] = -1
+
+    def hold(self, extents: Ints) -> None:
+        """Begin reading records, rows of (drive, segment, record): their segments stay."""
+        for drive, segment, count in _by_segment(extents):
+            self._by_drive[drive][segment].busy += count
+
+    def release(self, extents: Ints) -> None:
+        """End reads, or a write, of records."""
+        for drive, number, count in _by_segment(extents):
+            segment = self._by_drive[drive][number]
+            assert segment.busy >= count
+            segment.busy -= count
+            if segment.orphan and not segment.busy:
+                self._retire(segment)
 
     def pause(self, drive: int, now: float) -> None:
         """Send a drive that failed a write nothing for `DRIVE_PAUSE_S`."""
@@ -148,7 +168,7 @@ class ExtentAllocator:
         for segments in self._by_drive:
             for segment in segments.values():
                 if (segment.drive, segment.id) in busy:
-                    segment.rows = array("i", [-1] * len(segment.rows))
+                    segment.rows[:] = -1
                     segment.used = len(segment.rows)
                     segment.orphan = True
                     fresh._by_drive[segment.drive][segment.id] = segment
@@ -156,6 +176,15 @@ class ExtentAllocator:
                     self.retired.append((segment.drive, segment.id))
         fresh.retired = self.retired
         return fresh
+
+
+def _by_segment(extents: Ints) -> Iterable[tuple[int, int, int]]:
+    """(drive, segment, number of records) of rows of (drive, segment, record)."""
+    if len(extents) == 1:
+        return [(int(extents[0, 0]), int(extents[0, 1]), 1)]
+    places = extents[:, 0].astype(np.int64) << 32 | extents[:, 1]
+    found, counts = np.unique(places, return_counts=True)
+    return [(place >> 32, place & 0xFFFFFFFF, n) for place, n in zip(found.tolist(), counts.tolist(), strict=True)]
 
 
 SEGMENT_BYTES_MAX = 1 << 30

@@ -1,32 +1,63 @@
-"""History of chunks whose bytes are gone, bounded, the oldest forgotten first."""
+"""History of chunks whose bytes are gone: index rows that no tier holds, bounded, the oldest forgotten first."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
+
+import numpy as np
+
+from saria_vllm.policy.index import NO_ROWS, ChunkIndex, Rows
 
 
 class Ghosts:
-    """(evictions, reuses) by (group, key). One entry costs about 250 bytes with its key."""
+    """Which rows of an index are ghosts, in the order in which they became it. One costs what an index row costs."""
 
-    def __init__(self, entries_max: int) -> None:
+    def __init__(self, index: ChunkIndex, entries_max: int) -> None:
         assert entries_max > 0
-        self._entries_max = entries_max
-        self._entries: OrderedDict[tuple[int, bytes], int] = OrderedDict()
+        self._index, self._entries_max = index, entries_max
+        self._queue: deque[tuple[int, Rows]] = deque()
+        self._number = 0
+        self._count, self._queued = 0, 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._count
 
-    def remember(self, group: int, key: bytes, evictions: int, reuses: int) -> None:
-        """Keep the history of a chunk that no tier holds any more."""
-        self._entries[group, key] = evictions | reuses << 8
-        self._entries.move_to_end((group, key))
-        if len(self._entries) > self._entries_max:
-            self._entries.popitem(last=False)
+    def add(self, rows: Rows) -> Rows:
+        """Rows that no tier holds from now on. Returns ghosts that must be forgotten for them."""
+        if not rows.size:
+            return NO_ROWS
+        self._number += 1
+        self._index.ghost[rows] = self._number
+        self._queue.append((self._number, rows))
+        self._count += len(rows)
+        self._queued += len(rows)
+        if self._queued > 2 * self._count + (1 << 16):
+            self._compact()
+        forgotten = []
+        while self._count > self._entries_max:
+            number, old = self._queue.popleft()
+            self._queued -= len(old)
+            old = old[self._index.ghost[old] == number]
+            over = self._count - self._entries_max
+            if len(old) > over:
+                self._queue.appendleft((number, old[over:]))
+                self._queued += len(old) - over
+                old = old[:over]
+            self._count -= len(old)
+            forgotten.append(old)
+        return np.concatenate(forgotten) if forgotten else NO_ROWS
 
-    def recall(self, group: int, key: bytes) -> tuple[int, int]:
-        """Take back (evictions, reuses) of a chunk that is stored again; (0, 0) for a stranger."""
-        packed = self._entries.pop((group, key), 0)
-        return packed & 0xFF, packed >> 8
+    def back(self, rows: Rows) -> None:
+        """Rows that a tier holds again; those that were no ghosts stay as they are."""
+        self._count -= int((self._index.ghost[rows] != 0).sum())
+        self._index.ghost[rows] = 0
+
+    def _compact(self) -> None:
+        """Drop what came back: there is never much more of it than of ghosts."""
+        still = ((number, rows[self._index.ghost[rows] == number]) for number, rows in self._queue)
+        self._queue = deque((number, rows) for number, rows in still if rows.size)
+        self._queued = sum(len(rows) for _, rows in self._queue)
 
     def clear(self) -> None:
-        self._entries.clear()
+        self._queue.clear()
+        self._count = self._queued = 0

@@ -1,159 +1,216 @@
-"""The index of known chunks: which tier holds them, who uses them, how recent they are.
+"""The index of known chunks: which tier holds them, who uses them, what is remembered of them.
 
-Built for a million chunks: one dict per group from chunk key to row, and columns of machine integers. A row lives as
-long as a tier holds the chunk or a job is at work on it.
-
-Recency is one doubly linked list per group through the rows that may be evicted from DRAM: valid, without leases and
-not being evicted already. Whoever touches a prefix touches children first, and a row that joins the list later goes
-behind its nearest listed ancestor, so no row is older than a descendant and plain LRU order evicts children before
-parents.
+Built for a million chunks and for prefixes of thousands: one dict per group from chunk key to row, and columns of
+machine integers that are read and written for many rows at once. A row lives as long as a tier holds the chunk, a job
+is at work on it, or its history is kept (a ghost).
 """
 
 from __future__ import annotations
 
-from array import array
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from saria_vllm.types import Ints
 
 NONE, BUSY, VALID, BAD = 0, 1, 2, 3
 """State of a chunk's copy on a tier: not there, being written, readable, or (DRAM only) found unreadable and never
 offered again, its slot freed when no job uses it."""
 
-_OUT = -2
-"""Link value of a row that is not in the recency list; -1 ends the list."""
+Column = npt.NDArray[np.integer]
+Rows = Ints
+Mask = npt.NDArray[np.bool_]
+
+NO_ROWS: Rows = np.empty(0, np.int32)
+
+_STRIDE = 64
+"""Every so many keys of a prefix are looked up, as long as the chunks between lie in a row."""
+
+_COLUMNS: dict[str, tuple[type[np.integer], int]] = {
+    "group": (np.uint8, 0), "dram": (np.uint8, NONE), "ssd": (np.uint8, NONE), "evicting": (np.uint8, 0),
+    "slab": (np.int32, -1), "cell": (np.int32, -1), "drive": (np.int8, -1), "segment": (np.int32, -1),
+    "record": (np.int32, -1), "leases": (np.int16, 0), "evictions": (np.uint8, 0), "reuses": (np.uint16, 0),
+    "epoch": (np.int32, 0), "depth": (np.int32, 0), "ghost": (np.int32, 0), "uses": (np.int32, 0),
+    "chained": (np.uint8, 0),
+}  # fmt: skip
+
+
+class Prefix:
+    """A request's chunk keys, and the rows where they were last found."""
+
+    __slots__ = ("keys", "rows", "uses")
+
+    def __init__(self, keys: Sequence[bytes] = ()) -> None:
+        self.keys: list[bytes] = list(keys)
+        """May only be appended to, or cut by `cut`."""
+        self.rows: list[Rows] = []
+        """By group; row numbers of the leading keys, -1 where none was found."""
+        self.uses: list[Ints] = []
+        """`ChunkIndex.uses` of those rows at that time: a row that was given to another chunk since differs."""
+
+    def cut(self, end: int) -> None:
+        """Keep the first `end` keys."""
+        del self.keys[end:]
+        self.rows = [rows[:end] for rows in self.rows]
+        self.uses = [uses[:end] for uses in self.uses]
 
 
 class ChunkIndex:
     """Rows by (group, key). Invariants: `check`."""
 
-    def __init__(self, groups: int) -> None:
+    group: Column
+    dram: Column
+    ssd: Column
+    evicting: Column
+    """1 while a persist runs whose end frees the slot."""
+    slab: Column
+    cell: Column
+    drive: Column
+    segment: Column
+    record: Column
+    leases: Column
+    """Loads in flight that read this chunk and bring it to HBM."""
+    evictions: Column
+    reuses: Column
+    epoch: Column
+    """When it was last touched: a number that `Recency` gives out, 0 for never."""
+    depth: Column
+    """Position in the prefix, in chunks."""
+    ghost: Column
+    """When only its history was left: a number that `Ghosts` gives out, 0 while a tier holds it."""
+    uses: Column
+    """How often this row was given back; tells a stale row number in a `Prefix`."""
+    chained: Column
+    """1 where the row before holds the chunk before in the prefix, in the same group."""
+
+    def __init__(self, groups: int, rows: int = 1024) -> None:
         self.rows: list[dict[bytes, int]] = [{} for _ in range(groups)]
         self.key: list[bytes] = []
         self.parent: list[bytes] = []
-        self.group = array("B")
-        self.dram = array("B")
-        self.ssd = array("B")
-        self.evicting = array("B")
-        """1 while a persist runs whose end frees the slot."""
-        self.slab = array("i")
-        self.cell = array("i")
-        self.drive = array("b")
-        self.segment = array("q")
-        self.record = array("i")
-        self.leases = array("i")
-        self.loading = array("i")
-        """Loads in flight that bring this chunk to HBM."""
-        self.evictions = array("B")
-        self.reuses = array("H")
-        self._newer = array("i")
-        self._older = array("i")
-        self._newest = array("i", [-1] * groups)
-        self._oldest = array("i", [-1] * groups)
         self._free: list[int] = []
+        for name, (dtype, empty) in _COLUMNS.items():
+            setattr(self, name, np.full(rows, empty, dtype))
 
     def __len__(self) -> int:
         return sum(map(len, self.rows))
 
-    def add(self, group: int, key: bytes, parent: bytes) -> int:
-        """Row of a chunk that is not known yet."""
-        assert key not in self.rows[group]
-        if self._free:
-            row = self._free.pop()
-            self.key[row], self.parent[row], self.group[row] = key, parent, group
-        else:
-            row = len(self.key)
-            self.key.append(key)
-            self.parent.append(parent)
-            self.group.append(group)
-            for column, empty in self._columns():
-                column.append(empty)
-        self.rows[group][key] = row
-        return row
+    def find(self, group: int, keys: Sequence[bytes]) -> Rows:
+        """Rows of the consecutive chunks of one prefix, -1 where there is none.
 
-    def remove(self, row: int) -> None:
-        """Forget a row that no tier and no job uses."""
-        assert self.dram[row] == NONE and self.ssd[row] == NONE and not self.leases[row]
-        assert self._newer[row] == _OUT
-        del self.rows[self.group[row]][self.key[row]]
-        self.key[row] = self.parent[row] = b""
-        for column, empty in self._columns():
-            column[row] = empty
-        self._free.append(row)
+        Chunk keys are hashes over the whole prefix, so a key tells all keys before it. Where every `_STRIDE`th key lies
+        as many rows after the one before and the rows between are chained, these are the chunks between.
+        """
+        get, count = self.rows[group].get, len(keys)
+        if count <= _STRIDE:
+            return np.fromiter(map(get, keys, itertools.repeat(-1)), np.int32, count)
+        samples = np.append(np.arange(0, count - 1, _STRIDE), count - 1)
+        ends = np.fromiter(map(get, [keys[p] for p in samples.tolist()], itertools.repeat(-1)), np.int32, len(samples))
+        lengths = np.diff(samples)
+        rows = np.repeat(ends[:-1], lengths) + (np.arange(count - 1) - np.repeat(samples[:-1], lengths))
+        rows = np.append(rows, ends[-1]).astype(np.int32)
+        runs = (ends[:-1] >= 0) & (np.diff(ends) == lengths)
+        inside = np.where(np.repeat(runs, lengths), rows[1:], 0)
+        runs &= np.minimum.reduceat(self.chained[inside], samples[:-1]) == 1
+        for run in (~runs).nonzero()[0].tolist():
+            low, high = int(samples[run]), int(samples[run + 1])
+            rows[low:high] = np.fromiter(map(get, keys[low:high], itertools.repeat(-1)), np.int32, high - low)
+        return rows
 
-    def _columns(self) -> tuple[tuple[array[int], int], ...]:
-        return (
-            (self.dram, NONE), (self.ssd, NONE), (self.evicting, 0), (self.slab, -1), (self.cell, -1),
-            (self.drive, -1), (self.segment, -1), (self.record, -1), (self.leases, 0), (self.loading, 0),
-            (self.evictions, 0), (self.reuses, 0), (self._newer, _OUT), (self._older, _OUT),
-        )  # fmt: skip
+    def locate(self, prefix: Prefix, first: int, end: int) -> list[Rows]:
+        """By group: rows of the prefix's chunks first..end, -1 where there is none. Looks up only what it must."""
+        if not prefix.rows:
+            prefix.rows = [NO_ROWS] * len(self.rows)
+            prefix.uses = [NO_ROWS] * len(self.rows)
+        located = []
+        for group in range(len(self.rows)):
+            more = end - len(prefix.rows[group])
+            if more > 0:
+                prefix.rows[group] = np.concatenate((prefix.rows[group], np.full(more, -1, np.int32)))
+                prefix.uses[group] = np.concatenate((prefix.uses[group], np.zeros(more, np.int32)))
+            rows, uses = prefix.rows[group][first:end], prefix.uses[group][first:end]
+            stale = ((rows < 0) | (self.uses[rows] != uses)).nonzero()[0]
+            if stale.size:
+                low, high = int(stale[0]), int(stale[-1]) + 1
+                found = self.find(group, prefix.keys[first + low : first + high])
+                rows[low:high] = found
+                uses[low:high] = self.uses[found]
+            located.append(rows)
+        return located
 
-    # Recency.
+    def add(self, group: int, keys: Sequence[bytes], parents: Sequence[bytes]) -> Rows:
+        """Rows for chunks that are not known yet, each once."""
+        count = len(keys)
+        reused = self._free[len(self._free) - min(count, len(self._free)) :]
+        del self._free[len(self._free) - len(reused) :]
+        size = len(self.key)
+        fresh = range(size, size + count - len(reused))
+        for row, key, parent in zip(reused, keys, parents, strict=False):
+            self.key[row], self.parent[row] = key, parent
+        self.key.extend(keys[len(reused) :])
+        self.parent.extend(parents[len(reused) :])
+        if len(self.key) > len(self.dram):
+            self._grow(max(len(self.key), len(self.dram) * 5 // 4))
+        numbers = reused + list(fresh)
+        known = self.rows[group]
+        before = len(known)
+        known.update(zip(keys, numbers, strict=True))
+        assert len(known) == before + count, "a chunk was known already"
+        rows = np.array(numbers, np.int32)
+        self.group[rows] = group
+        for row, parent in zip(numbers, parents, strict=True):
+            if row and self.key[row - 1] == parent and self.group[row - 1] == group and parent:
+                self.chained[row] = 1
+        return rows
 
-    def listed(self, row: int) -> bool:
-        """Whether the row is in its group's recency list."""
-        return self._newer[row] != _OUT
+    def _grow(self, size: int) -> None:
+        for name, (dtype, empty) in _COLUMNS.items():
+            old = getattr(self, name)
+            column = np.full(size, empty, dtype)
+            column[: len(old)] = old
+            setattr(self, name, column)
 
-    def oldest(self, group: int) -> int:
-        """The row to evict next, -1 when there is none."""
-        return self._oldest[group]
-
-    def push_newest(self, row: int) -> None:
-        """List a row as the most recent of its group."""
-        assert not self.listed(row)
-        group = self.group[row]
-        first = self._newest[group]
-        self._newer[row], self._older[row] = -1, first
-        self._newest[group] = row
-        if first == -1:
-            self._oldest[group] = row
-        else:
-            self._newer[first] = row
-
-    def push_behind(self, row: int, parent: int) -> None:
-        """List a row as the next older one after `parent`, which is listed in the same group."""
-        assert not self.listed(row) and self.listed(parent)
-        older = self._older[parent]
-        self._newer[row], self._older[row] = parent, older
-        self._older[parent] = row
-        if older == -1:
-            self._oldest[self.group[row]] = row
-        else:
-            self._newer[older] = row
-
-    def unlist(self, row: int) -> None:
-        """Take a row out of the recency list; one that is not in it stays out."""
-        newer, older = self._newer[row], self._older[row]
-        if newer == _OUT:
+    def remove(self, rows: Rows) -> None:
+        """Forget rows that no tier and no job uses."""
+        if not rows.size:
             return
-        group = self.group[row]
-        if newer == -1:
-            self._newest[group] = older
-        else:
-            self._older[newer] = older
-        if older == -1:
-            self._oldest[group] = newer
-        else:
-            self._newer[older] = newer
-        self._newer[row] = self._older[row] = _OUT
+        assert not (self.dram[rows] | self.ssd[rows]).any() and not self.leases[rows].any()
+        numbers = rows.tolist()
+        for row, group in zip(numbers, self.group[rows].tolist(), strict=True):
+            del self.rows[group][self.key[row]]
+            self.key[row] = self.parent[row] = b""
+        for name, (_, empty) in _COLUMNS.items():
+            if name != "uses":
+                getattr(self, name)[rows] = empty
+        self.uses[rows] += 1
+        self.chained[np.minimum(rows + 1, len(self.chained) - 1)] = 0
+        self._free.extend(numbers)
+
+    def clear(self) -> None:
+        """Forget everything, also what tiers hold and jobs use."""
+        live = np.array([row for rows in self.rows for row in rows.values()], np.int32)
+        self.dram[live], self.ssd[live], self.leases[live] = NONE, NONE, 0
+        self.remove(live)
+
+    def evictable(self, rows: Rows) -> Mask:
+        """Whether DRAM may drop them: valid, without leases and not being evicted already."""
+        mask: Mask = (self.dram[rows] == VALID) & (self.leases[rows] == 0) & (self.evicting[rows] == 0)
+        return mask
 
     def check(self) -> None:
         """Assert the invariants; for tests, linear in the number of rows."""
         live = 0
         for group, rows in enumerate(self.rows):
-            listed, row, newer = set(), self._newest[group], -1
-            while row != -1:
-                assert self._newer[row] == newer and row not in listed
-                listed.add(row)
-                newer, row = row, self._older[row]
-            assert self._oldest[group] == newer
             for key, row in rows.items():
                 live += 1
                 assert self.key[row] == key and self.group[row] == group
-                assert self.dram[row] != NONE or self.ssd[row] != NONE or self.leases[row]
+                held = self.dram[row] != NONE or self.ssd[row] != NONE or self.leases[row] > 0
+                assert held == (self.ghost[row] == 0)
                 assert (self.slab[row] >= 0) == (self.dram[row] != NONE)
                 assert (self.segment[row] >= 0) == (self.ssd[row] != NONE)
-                evictable = self.dram[row] == VALID and not self.leases[row] and not self.evicting[row]
-                assert (row in listed) == evictable, (row, self.dram[row], self.leases[row], self.evicting[row])
+                if self.chained[row]:
+                    assert self.key[row - 1] == self.parent[row] and self.group[row - 1] == group
                 if self.evicting[row]:
                     assert self.dram[row] == VALID and self.ssd[row] == BUSY and not self.leases[row]
-                assert self.loading[row] <= self.leases[row]
-            assert listed <= set(rows.values())
         assert live + len(self._free) == len(self.key)

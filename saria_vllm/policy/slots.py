@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from saria_vllm.types import Slot
+import numpy as np
+
+from saria_vllm.types import Ints
 
 SLAB_BYTES = 2 << 20
 """Slabs are a multiple of this."""
@@ -40,6 +42,7 @@ class SlotAllocator:
         """Slabs of each group that have a free cell."""
         self._free_in_partial = [0] * len(cells_per_slab)
         self.used = [0] * len(cells_per_slab)
+        self._taken = np.zeros((slabs, max(cells_per_slab)), np.bool_)
 
     def free(self, group: int) -> int:
         """Slots that `group` could take now."""
@@ -65,36 +68,46 @@ class SlotAllocator:
         """Slots of `group` if it had every slab that no other group uses."""
         return self.used[group] + self.free(group)
 
-    def take(self, group: int) -> Slot | None:
-        """A free slot, None when there is none."""
-        partial = self._partial[group]
-        if partial:
-            slab = next(reversed(partial))
-        elif self._empty_slabs:
-            slab = self._empty_slabs.pop()
-            self._free_cells[slab] = list(range(self._cells_per_slab[group] - 1, -1, -1))
-            self._free_in_partial[group] += self._cells_per_slab[group]
-            partial[slab] = None
-        else:
-            return None
-        cells = self._free_cells[slab]
-        cell = cells.pop()
-        self._free_in_partial[group] -= 1
-        self.used[group] += 1
-        if not cells:
-            del partial[slab]
-        return Slot(slab, cell)
+    def take(self, group: int, count: int) -> Ints:
+        """`count` free slots as rows of (slab, cell), fewer when there are fewer."""
+        partial, places = self._partial[group], []
+        while count > 0:
+            if partial:
+                slab = next(reversed(partial))
+            elif self._empty_slabs:
+                slab = self._empty_slabs.pop()
+                self._free_cells[slab] = list(range(self._cells_per_slab[group] - 1, -1, -1))
+                self._free_in_partial[group] += self._cells_per_slab[group]
+                partial[slab] = None
+            else:
+                break
+            cells = self._free_cells[slab]
+            taken = cells[-count:]
+            del cells[-count:]
+            places += [(slab, cell) for cell in reversed(taken)]
+            self._taken[slab, taken] = True
+            self._free_in_partial[group] -= len(taken)
+            self.used[group] += len(taken)
+            count -= len(taken)
+            if not cells:
+                del partial[slab]
+        return np.array(places, np.int32).reshape(-1, 2)
 
-    def give_back(self, group: int, slot: Slot) -> None:
-        """Return a slot that was taken for `group`."""
-        cells = self._free_cells[slot.slab]
-        assert slot.cell not in cells
-        cells.append(slot.cell)
-        self.used[group] -= 1
-        self._free_in_partial[group] += 1
-        self._partial[group][slot.slab] = None
-        if len(cells) == self._cells_per_slab[group]:
-            self._free_in_partial[group] -= len(cells)
-            del self._partial[group][slot.slab]
-            del self._free_cells[slot.slab]
-            self._empty_slabs.append(slot.slab)
+    def give_back(self, group: int, slots: Ints) -> None:
+        """Return slots, rows of (slab, cell), that were taken for `group`."""
+        assert self._taken[slots[:, 0], slots[:, 1]].all()
+        self._taken[slots[:, 0], slots[:, 1]] = False
+        by_slab: dict[int, list[int]] = {}
+        for slab, cell in slots.tolist():
+            by_slab.setdefault(slab, []).append(cell)
+        self.used[group] -= len(slots)
+        self._free_in_partial[group] += len(slots)
+        for slab, returned in by_slab.items():
+            cells = self._free_cells[slab]
+            cells += returned
+            self._partial[group][slab] = None
+            if len(cells) == self._cells_per_slab[group]:
+                self._free_in_partial[group] -= len(cells)
+                del self._partial[group][slab]
+                del self._free_cells[slab]
+                self._empty_slabs.append(slab)

@@ -150,7 +150,7 @@ def test_b06_a_failed_leg_is_a_failed_load(
         return faults.get(ssd)
 
     def fail_copy(call: str, lists: Any) -> Exception | None:
-        hit = call == "scatter_many" and blocks[5 + where] in lists
+        hit = call == "scatter_many" and list(blocks[5 + where]) in lists
         return OSError(errno.EFAULT, "copy") if dram and hit else None
 
     rig.faults, rig.maps[0].fault = fail_read, fail_copy

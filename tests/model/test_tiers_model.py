@@ -13,6 +13,7 @@ import sys
 from typing import NamedTuple
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import (
@@ -27,6 +28,7 @@ from hypothesis.stateful import (
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.types import (
@@ -153,6 +155,7 @@ class TiersMachine(RuleBasedStateMachine):
             persist_bytes_max=self.persist_bytes_max,
             ranks=ranks,
         )
+        self.prefixes = {tuple(path): Prefix(path) for path in PATHS}
         self.now, self.generation = 0.0, 0
         self.flights: dict[int, Flight] = {}
         self.contents: list[dict[Place, Content]] = [{} for _ in range(ranks)]
@@ -174,15 +177,15 @@ class TiersMachine(RuleBasedStateMachine):
         end = min(first + length, len(path))
         if first >= end:
             return
-        blocks = [[(1000 * g + i,) for i in range(end - first)] for g in range(self.groups)]
+        blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
         expected = [
             Chunk(g, path[i])
-            for i in range(first, end)
             for g in range(self.groups)
+            for i in range(first, end)
             if Chunk(g, path[i]) not in self.dram and Chunk(g, path[i]) not in self.ssd
         ]
         used = self.slots_in_use()
-        job, went_on = self.tiers.plan_store(path, first, end, blocks)
+        job, went_on = self.tiers.plan_store(self.prefix(path), first, end, blocks)
         assert first <= went_on <= end
         planned = [Chunk(item.group, path[first + item.blocks[0] % 1000]) for item in job.items] if job else []
         assert planned == [chunk for chunk in expected if path.index(chunk.key) < went_on]
@@ -202,12 +205,12 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(path=st.sampled_from(PATHS), first=st.sampled_from([0, 0, 1, 2]), length=st.sampled_from([6, 3, 2, 1]))
     def load(self, path: list[bytes], first: int, length: int) -> None:
-        end = self.tiers.match(path, first, min(first + length, len(path)))
+        end = self.tiers.match(self.prefix(path), first, min(first + length, len(path)))
         if end <= first:
             return
-        dram_tokens, ssd_tokens = self.tiers.tier_tokens(path, first, end)
-        blocks = [[(1000 * g + i,) for i in range(end - first)] for g in range(self.groups)]
-        job = self.tiers.plan_load("request", path, first, end, blocks)
+        dram_tokens, ssd_tokens = self.tiers.tier_tokens(self.prefix(path), first, end)
+        blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
+        job = self.tiers.plan_load("request", self.prefix(path), first, end, blocks)
         assert [(item.group, item.key) for item in job.items] == [
             (g, key) for g in range(self.groups) for key in path[first:end]
         ]
@@ -228,13 +231,13 @@ class TiersMachine(RuleBasedStateMachine):
                 self.assert_holds(contents[place], chunk, self.generation)
         assert ssd_tokens == 16 * len(from_ssd)
         assert dram_tokens == 16 * (end - first - len(from_ssd))
-        assert self.tiers.is_loading(path[first])
+        assert self.tiers.is_loading(self.prefix(path), first)
         self.flights[job.job_id] = Flight(job, self.generation, self.ranks)
         self.touched(path, first)
 
     @rule(path=st.sampled_from(PATHS), reused=st.integers(0, 6))
     def touch(self, path: list[bytes], reused: int) -> None:
-        self.tiers.touch(path, len(path), min(reused, len(path)))
+        self.tiers.touch(self.prefix(path), len(path), min(reused, len(path)))
         self.touched(path, len(path))
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 20.0]))
@@ -245,7 +248,7 @@ class TiersMachine(RuleBasedStateMachine):
         needed = not self.would_fit(self.coming())
         persists = self.tiers.make_room(self.now)
         self.drain_retired()
-        index = self.tiers.index
+        index = self.tiers.chunks.index
         for chunk, (state, slot) in before.items():
             row = index.rows[chunk.group].get(chunk.key)
             if row is None or not index.dram[row]:
@@ -270,18 +273,17 @@ class TiersMachine(RuleBasedStateMachine):
                 contents[job.group, job.extent] = TORN
             self.flights[job.job_id] = Flight(job, self.generation, self.ranks)
         if not self.would_fit(coming := self.coming()):
-            short = [g for g, more in enumerate(coming) if self.tiers.slots.free_in_own_slabs(g) < more]
+            short = [g for g, more in enumerate(coming) if self.tiers.chunks.slots.free_in_own_slabs(g) < more]
             waiting = any(isinstance(flight.job, PersistJob) for flight in self.flights.values()) and self.would_fit(
                 [-(-wanted // 2) for wanted in self.headroom]
             )
-            assert waiting or all(index.oldest(g) == -1 for g in short), "stopped too early"
+            assert waiting or not any(self.tiers.chunks.recency[g].oldest(1).size for g in short), "stopped too early"
 
-    @precondition(lambda self: self.tiers.extents is None)
+    @precondition(lambda self: self.tiers.chunks.extents is None)
     @rule(chunks=st.lists(st.tuples(st.sampled_from(sorted(PARENT)), st.integers(0, 1)), max_size=8))
     def adopt(self, chunks: list[tuple[bytes, int]]) -> None:
         """Open the SSD tier on a directory with found chunks; some do not fit this configuration."""
         records = RECORDS[: self.groups]
-        self.tiers.extents = ExtentAllocator(DRIVES, SEGMENTS_MAX, records)
         found, places = [], set()
         for number, (key, group) in enumerate(chunks):
             extent = Extent(number % DRIVES, 10 + (number // 4) * 2 + group, number % 4)
@@ -294,7 +296,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.segments_seen.add((extent.drive, extent.segment))
             for contents in self.contents:
                 contents[group, extent] = Content(group, key, self.generation)
-        self.tiers.adopt(found, 20)
+        self.tiers.open_ssd(ExtentAllocator(DRIVES, SEGMENTS_MAX, records), found, 20)
 
     @precondition(lambda self: self.generation < 2)
     @rule(luck=st.integers(0, 3))
@@ -409,8 +411,8 @@ class TiersMachine(RuleBasedStateMachine):
     def evicted_meanwhile(self, chunk: Chunk, slot: Slot) -> bool:
         """An eviction that waited for this write frees the slot now; a load since then would have stopped it."""
         assert self.dram[chunk][1] == slot
-        row = self.tiers.index.rows[chunk.group].get(chunk.key)
-        gone = row is None or not self.tiers.index.dram[row]
+        row = self.tiers.chunks.index.rows[chunk.group].get(chunk.key)
+        gone = row is None or not self.tiers.chunks.index.dram[row]
         if gone and self.dram[chunk][0] == "valid":
             assert (chunk.group, slot) not in self.slots_of_flights()
             return True
@@ -428,6 +430,10 @@ class TiersMachine(RuleBasedStateMachine):
 
     # Helpers.
 
+    def prefix(self, path: list[bytes]) -> Prefix:
+        """The same object all the time: what it remembers must never mislead."""
+        return self.prefixes[tuple(path)]
+
     def assert_holds(self, content: Content, chunk: Chunk, generation: int) -> None:
         assert content[:3] == (chunk.group, chunk.key, generation), f"{chunk} would read {content}"
 
@@ -439,8 +445,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     def coming(self) -> list[int]:
         """Slots that the headroom still misses, by group, when what is being evicted is gone."""
-        index = self.tiers.index
-        evicting = [sum(index.evicting[row] for row in rows.values()) for rows in index.rows]
+        index = self.tiers.chunks.index
+        evicting = [sum(int(index.evicting[row]) for row in rows.values()) for rows in index.rows]
         return [wanted - coming for wanted, coming in zip(self.headroom, evicting, strict=True)]
 
     def would_fit(self, wanted: list[int]) -> bool:
@@ -457,10 +463,10 @@ class TiersMachine(RuleBasedStateMachine):
         return empty >= 0
 
     def drain_retired(self) -> None:
-        if self.tiers.extents is None:
+        if self.tiers.chunks.extents is None:
             return
         busy = {(e.drive, e.segment) for flight in self.flights.values() for e in flight.extents()}
-        for segment in self.tiers.extents.retired:
+        for segment in self.tiers.chunks.extents.retired:
             assert segment not in self.retired, "retired twice"
             assert segment not in busy, "retired while busy"
             self.retired.add(segment)
@@ -468,7 +474,7 @@ class TiersMachine(RuleBasedStateMachine):
                 if (extent.drive, extent.segment) == segment:
                     assert state == "valid"
                     del self.ssd[chunk]
-        self.tiers.extents.retired.clear()
+        self.tiers.chunks.extents.retired.clear()
 
     def touched(self, path: list[bytes], end: int) -> None:
         self.loose -= {Chunk(g, key) for g in range(self.groups) for key in path[:end]}
@@ -479,26 +485,26 @@ class TiersMachine(RuleBasedStateMachine):
     def check(self) -> None:
         if not hasattr(self, "tiers"):
             return
-        tiers, index = self.tiers, self.tiers.index
+        tiers, index = self.tiers, self.tiers.chunks.index
         tiers.check()
         for path in PATHS:
             offered = 0
             while offered < len(path) and all(self.loadable(Chunk(g, path[offered])) for g in range(self.groups)):
                 offered += 1
-            assert tiers.match(path, 0, len(path)) == offered
+            assert tiers.match(self.prefix(path), 0, len(path)) == offered
         for group, rows in enumerate(index.rows):
             known = {key for key, row in rows.items() if index.dram[row] or index.ssd[row]}
             assert known == {c.key for c in [*self.dram, *self.ssd] if c.group == group}
-        assert sum(tiers.slots.used) == len(self.slots_in_use())
-        assert len(tiers.ghosts) <= self.ghosts_max
+        assert sum(tiers.chunks.slots.used) == len(self.slots_in_use())
+        assert len(tiers.chunks.ghosts) <= self.ghosts_max
         writing = sum(
             self.shapes[flight.job.group].record_bytes
             for flight in self.flights.values()
             if isinstance(flight.job, PersistJob)
         )
         assert writing <= self.persist_bytes_max
-        if tiers.extents is not None:
-            assert tiers.extents.segments() <= DRIVES * SEGMENTS_MAX + 4
+        if tiers.chunks.extents is not None:
+            assert tiers.chunks.extents.segments() <= DRIVES * SEGMENTS_MAX + 4
         self.check_children_before_parents()
 
     def loadable(self, chunk: Chunk) -> bool:
@@ -506,13 +512,9 @@ class TiersMachine(RuleBasedStateMachine):
 
     def check_children_before_parents(self) -> None:
         """No listed chunk is older than a listed descendant, as long as its whole prefix was always known."""
-        index = self.tiers.index
+        index = self.tiers.chunks.index
         for group, rows in enumerate(index.rows):
-            age: dict[bytes, int] = {}
-            row = index.oldest(group)
-            while row != -1:
-                age[index.key[row]] = len(age)
-                row = index._newer[row]
+            age = {index.key[row]: place for place, row in enumerate(self.tiers.chunks.recency[group].order())}
             for key in sorted(rows, key=lambda key: key[1:]):
                 above = PARENT[key]
                 while above and above in rows:
@@ -537,11 +539,11 @@ class TiersMachine(RuleBasedStateMachine):
                 self.run_on(flight, rank, set())
         tiers = self.tiers
         tiers.check()
-        assert tiers.slots.used == [0] * self.groups
-        assert [tiers.slots.free(g) for g in range(self.groups)] == [self.slabs * cells for cells in self.cells]
-        assert len(tiers.index) == len(tiers.ghosts) == len(tiers.jobs) == 0
-        if tiers.extents is not None:
-            assert tiers.extents.segments() == 0
+        assert tiers.chunks.slots.used == [0] * self.groups
+        assert [tiers.chunks.slots.free(g) for g in range(self.groups)] == [self.slabs * cells for cells in self.cells]
+        assert len(tiers.chunks.index) == len(tiers.chunks.ghosts) == len(tiers.jobs.live) == 0
+        if tiers.chunks.extents is not None:
+            assert tiers.chunks.extents.segments() == 0
             assert self.segments_seen <= self.retired
 
 

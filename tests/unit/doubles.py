@@ -29,12 +29,14 @@ from saria_vllm.types import (
     JobResult,
     LoadItem,
     LoadJob,
+    LoadPart,
     OpenedSsd,
     OpenSsd,
     PersistJob,
     Slot,
     StoreItem,
     StoreJob,
+    StorePart,
 )
 
 STORE_ID = b"0123456789abcdef"
@@ -292,12 +294,12 @@ class Rig:
 
     def store(self, *items: StoreItem) -> int:
         job_id = next(self._jobs)
-        self.executor.submit_store(StoreJob(job_id, items))
+        self.executor.submit_store(store_job(job_id, items))
         return job_id
 
     def load(self, *items: LoadItem) -> int:
         job_id = next(self._jobs)
-        self.executor.submit_load(LoadJob(job_id, f"request{job_id}", items))
+        self.executor.submit_load(load_job(job_id, f"request{job_id}", items))
         return job_id
 
     def persist(self, group: int, slot: Slot, extent: Extent, key: bytes, parent: bytes = b"") -> int:
@@ -355,6 +357,34 @@ def from_dram(group: int, blocks: Sequence[int], slot: Slot, key: bytes = b"k") 
 
 def from_ssd(group: int, blocks: Sequence[int], extent: Extent, key: bytes) -> LoadItem:
     return LoadItem(group, tuple(blocks), None, extent, key)
+
+
+def store_job(job_id: int, items: Sequence[StoreItem]) -> StoreJob:
+    parts = [
+        StorePart(group, np.array([i.slot for i in run], np.int32), np.array([i.blocks for i in run], np.int32))
+        for group, run in _runs(items)
+    ]
+    return StoreJob(job_id, tuple(parts))
+
+
+def load_job(job_id: int, request_id: str, items: Sequence[LoadItem]) -> LoadJob:
+    parts = [
+        LoadPart(
+            group,
+            tuple(i.key for i in run),
+            np.array([i.blocks for i in run], np.int32),
+            np.array([i.slot or (-1, -1) for i in run], np.int32),
+            np.array([i.extent or (-1, -1, -1) for i in run], np.int32),
+        )
+        for group, run in _runs(items)
+    ]
+    return LoadJob(job_id, request_id, tuple(parts))
+
+
+def _runs(items: Sequence[Any]) -> list[tuple[int, list[Any]]]:
+    """Items of one group with equally many blocks, in a row."""
+    runs = itertools.groupby(items, lambda item: (item.group, len(item.blocks)))
+    return [(group, list(run)) for (group, _), run in runs]
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:

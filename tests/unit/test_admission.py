@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.metrics import COUNTERS
-from saria_vllm.policy.admission import Decision, make_admission
+from saria_vllm.policy.admission import REASONS, Admission, make_admission
+from saria_vllm.policy.index import ChunkIndex
+
+
+def decide(admission: Admission, moment: str, evictions: int, reuses: int) -> str:
+    """The reason for one chunk with this history; of an eviction, `evictions` counts it."""
+    index = ChunkIndex(1)
+    rows = index.add(0, [b"k"], [b""])
+    index.reuses[rows] = reuses
+    if moment == "evicted":
+        index.evictions[rows] = evictions - 1
+        return REASONS[int(admission.evicted(index, rows, 0.0)[0])].name
+    index.evictions[rows] = evictions
+    reasons = admission.kept(index, rows)
+    return "nothing" if reasons is None else REASONS[int(reasons[0])].name
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 255])
 def test_saria_persists_on_the_kth_eviction(k: int) -> None:
     admission = make_admission(AdmissionConfig(evictions=k))
-    assert admission.evicted(k, 0) == Decision(True, "eviction_count")
-    assert admission.evicted(k - 1, 9) == Decision(False, "not_yet")
-    assert admission.stored(k, 9) == Decision(False, "not_yet"), "only an eviction is counted"
-    assert admission.reused(k, 9) == Decision(False, "not_yet")
+    assert decide(admission, "evicted", k, 0) == "eviction_count"
+    if k > 1:
+        assert decide(admission, "evicted", k - 1, 9) == "not_yet"
+    assert decide(admission, "kept", k, 9) == "nothing", "only an eviction is counted"
 
 
 @pytest.mark.parametrize("n", [1, 2, 65535])
 def test_saria_persists_once_reused_n_times(n: int) -> None:
     admission = make_admission(AdmissionConfig(evictions=5, reuses=n))
-    for moment in (admission.stored, admission.reused, admission.evicted):
-        assert moment(1, n) == Decision(True, "reuse_count")
-        assert moment(1, n - 1) == Decision(False, "not_yet")
+    for moment in ("kept", "evicted"):
+        assert decide(admission, moment, 1, n) == "reuse_count"
+        assert decide(admission, moment, 1, n - 1) == "not_yet"
 
 
-def test_reuse_threshold_zero_is_off() -> None:
-    admission = make_admission(AdmissionConfig(evictions=2, reuses=0))
-    assert not admission.reused(0, 65535).admit
+def test_many_chunks_are_decided_each_by_its_own_history() -> None:
+    index = ChunkIndex(1)
+    rows = index.add(0, [b"a", b"b", b"c"], [b"", b"", b""])
+    index.evictions[rows] = [0, 1, 0]
+    index.reuses[rows] = [0, 0, 4]
+    reasons = make_admission(AdmissionConfig(reuses=3)).evicted(index, rows, 0.0)
+    assert [REASONS[reason].name for reason in reasons] == ["not_yet", "eviction_count", "reuse_count"]
 
 
-def test_the_default_is_saria_on_the_second_eviction() -> None:
-    admission = make_admission(AdmissionConfig())
-    assert [admission.evicted(evictions, 0).admit for evictions in (1, 2, 3)] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("policy", "decision"), [("full_duplicate", Decision(True, "every_chunk")), ("dram_only", Decision(False, "never"))]
-)
-def test_the_baselines_decide_alike_at_every_moment(policy: str, decision: Decision) -> None:
+@pytest.mark.parametrize(("policy", "reason"), [("full_duplicate", "every_chunk"), ("dram_only", "never")])
+def test_the_baselines_decide_alike_at_every_eviction(policy: str, reason: str) -> None:
     admission = make_admission(AdmissionConfig(policy=policy))  # type: ignore[arg-type]
-    for moment in (admission.stored, admission.reused, admission.evicted):
-        assert moment(0, 0) == moment(255, 65535) == decision
+    assert decide(admission, "evicted", 1, 0) == decide(admission, "evicted", 255, 65535) == reason
+    assert decide(admission, "kept", 0, 0) == ("nothing" if policy == "dram_only" else reason)
 
 
-def test_every_reason_is_a_label_of_the_counter() -> None:
-    reasons = set(COUNTERS["admission"].values)
-    for policy in ("saria", "full_duplicate", "dram_only"):
-        admission = make_admission(AdmissionConfig(policy=policy, reuses=3))  # type: ignore[arg-type]
-        for moment in (admission.stored, admission.reused, admission.evicted):
-            assert {moment(e, r).reason for e in (0, 1, 2) for r in (0, 3)} <= reasons
+def test_only_these_reasons_admit_and_all_are_labels_of_the_counter() -> None:
+    assert {reason.name for reason in REASONS if reason.admit} == {"every_chunk", "eviction_count", "reuse_count"}
+    assert {reason.name for reason in REASONS} <= set(COUNTERS["admission"].values)
+    assert np.uint8(len(REASONS)) == len(REASONS)

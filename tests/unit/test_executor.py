@@ -20,6 +20,7 @@ from doubles import (
     Transfer,
     from_dram,
     from_ssd,
+    load_job,
     payload,
     wait_for,
     whose,
@@ -280,7 +281,7 @@ def test_a_reset_while_the_ssd_tier_opens_reaches_the_store(make_rig: MakeRig, m
 def test_a_refused_load_ends_as_failed_and_touches_nothing(rig: Rig) -> None:
     rig.fill(0, b"foreign", (0, 1, 2, 3))
     items = tuple(from_dram(0, (0, 1, 2, 3), rig.slot(0, n)) for n in range(3))
-    rig.executor.refuse_load(LoadJob(901, "r", items))
+    rig.executor.refuse_load(load_job(901, "r", items))
     rig.executor.refuse_load(LoadJob(902, "r", ()))
     for job, failed in ((901, [0, 1, 2]), (902, [0])):
         state = rig.loaded(job)

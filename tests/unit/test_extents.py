@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from saria_vllm.policy.extents import DRIVE_PAUSE_S, ExtentAllocator
-from saria_vllm.types import Extent
+from saria_vllm.types import Extent, Ints
+
+
+def places(*extents: Extent | None) -> Ints:
+    return np.array(extents, np.int32)
 
 
 def write(extents: ExtentAllocator, row: int, group: int = 0, now: float = 0.0) -> tuple[Extent | None, list[int]]:
     """One write that ends well at once."""
     extent, lost = extents.take(group, now)
     if extent is not None:
-        extents.segment(extent).rows[extent.record] = row
-        extents.release(extent)
-    return extent, list(lost)
+        extents.filled(extent, row)
+        extents.release(places(extent))
+    return extent, lost.tolist()
 
 
 def test_segments_are_filled_in_order_and_ids_never_repeat() -> None:
@@ -26,9 +31,9 @@ def test_segments_are_filled_in_order_and_ids_never_repeat() -> None:
 
 def test_drives_take_turns_and_groups_have_segments_of_their_own() -> None:
     extents = ExtentAllocator(2, 10, [4, 2])
-    places = [write(extents, row, group)[0] for row, group in enumerate([0, 0, 1, 1, 0, 0])]
-    assert [place.drive for place in places if place] == [1, 0, 1, 0, 1, 0]
-    assert len({(place.drive, place.segment) for place in places if place}) == 4
+    taken = [write(extents, row, group)[0] for row, group in enumerate([0, 0, 1, 1, 0, 0])]
+    assert [extent.drive for extent in taken if extent] == [1, 0, 1, 0, 1, 0]
+    assert len({(extent.drive, extent.segment) for extent in taken if extent}) == 4
     assert extents.segments() == 4
 
 
@@ -50,7 +55,7 @@ def test_records_that_are_not_readable_are_not_lost() -> None:
     extents = ExtentAllocator(1, 1, [3])
     for row in (7, 8, 9):
         write(extents, row)
-    extents.segment(Extent(0, 0, 1)).rows[1] = -1
+    extents.forget(Extent(0, 0, 1))
     assert write(extents, 10)[1] == [7, 9]
 
 
@@ -58,10 +63,10 @@ def test_a_leased_segment_is_passed_over_and_the_next_oldest_goes() -> None:
     extents = ExtentAllocator(1, 2, [2])
     for row in range(4):
         write(extents, row)
-    extents.segment(Extent(0, 0, 0)).busy += 1
+    extents.hold(places(Extent(0, 0, 0)))
     assert write(extents, 4)[1] == [2, 3]
     assert extents.retired == [(0, 1)]
-    extents.release(Extent(0, 0, 0))
+    extents.release(places(Extent(0, 0, 0)))
     write(extents, 5)
     assert write(extents, 6)[1] == [0, 1]
 
@@ -74,7 +79,7 @@ def test_nothing_is_written_while_every_segment_is_busy() -> None:
     assert second is not None
     assert extents.take(0, 0.0)[0] is None
     assert extents.retired == []
-    extents.release(first)
+    extents.release(places(first))
     assert extents.take(0, 0.0)[0] == Extent(0, 2, 0)
 
 
@@ -118,7 +123,7 @@ def test_adopted_segments_are_read_not_filled_and_retired_by_age() -> None:
     assert extents.adopt(Extent(0, 4, 0), 0, row=2)
     assert extents.adopt(Extent(0, 4, 2), 0, row=3)
     extents.end_adoption(12, ())
-    assert list(extents.segment(Extent(0, 4, 0)).rows) == [2, -1, 3]
+    assert extents.segment(Extent(0, 4, 0)).rows.tolist() == [2, -1, 3]
     assert write(extents, 10)[0] == Extent(1, 12, 0)
     extent, lost = write(extents, 11)
     assert extent == Extent(0, 13, 0)
@@ -178,9 +183,9 @@ def test_reset_retires_idle_segments_at_once_and_busy_ones_with_their_last_job()
     assert fresh.segments() == 1
     extent, _ = fresh.take(0, 0.0)
     assert extent == Extent(0, 2, 0), "an old segment is not filled on and its id not used again"
-    fresh.release(busy)
+    fresh.release(places(busy))
     assert fresh.retired == [(0, 0)]
-    fresh.release(again)
+    fresh.release(places(again))
     assert fresh.retired == [(0, 0), (0, 1)]
     assert fresh.segments() == 1
 

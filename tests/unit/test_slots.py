@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from saria_vllm.policy.slots import SLAB_BYTES, SlotAllocator, choose_slab_bytes
@@ -16,45 +17,64 @@ def waste(slab_bytes: int, record_bytes: int) -> float:
     return slab_bytes % record_bytes / slab_bytes
 
 
+def take(slots: SlotAllocator, group: int) -> Slot | None:
+    taken = slots.take(group, 1).tolist()
+    return Slot(*taken[0]) if taken else None
+
+
+def give_back(slots: SlotAllocator, group: int, slot: Slot) -> None:
+    slots.give_back(group, np.array([slot], np.int32))
+
+
+def test_many_slots_at_once_are_as_many_as_there_are() -> None:
+    slots = SlotAllocator(3, [4])
+    places = slots.take(0, 9)
+    assert len({tuple(place) for place in places.tolist()}) == 9
+    assert slots.take(0, 9).shape == (3, 2)
+    assert slots.take(0, 1).shape == (0, 2)
+    slots.give_back(0, places)
+    assert (slots.used, slots.free(0), slots.free_in_own_slabs(0)) == ([3], 9, 1)
+
+
 def test_every_slot_is_handed_out_once() -> None:
     slots = SlotAllocator(3, [4])
     assert slots.free(0) == slots.total(0) == 12
-    taken = [slots.take(0) for _ in range(12)]
+    taken = [take(slots, 0) for _ in range(12)]
     assert len(set(taken)) == 12
-    assert slots.take(0) is None
+    assert take(slots, 0) is None
     assert slots.free(0) == 0
     assert slots.used == [12]
 
 
 def test_a_slot_given_back_is_used_again() -> None:
     slots = SlotAllocator(1, [2])
-    first, second = slots.take(0), slots.take(0)
+    first, second = take(slots, 0), take(slots, 0)
     assert first is not None
     assert second is not None
-    slots.give_back(0, first)
-    assert slots.take(0) == first
+    give_back(slots, 0, first)
+    assert take(slots, 0) == first
 
 
 def test_giving_back_twice_is_a_bug() -> None:
     slots = SlotAllocator(1, [2])
-    slot, _ = slots.take(0), slots.take(0)
+    slot, _ = take(slots, 0), take(slots, 0)
     assert slot is not None
-    slots.give_back(0, slot)
+    give_back(slots, 0, slot)
     with pytest.raises(AssertionError):
-        slots.give_back(0, slot)
+        give_back(slots, 0, slot)
 
 
 def test_an_empty_slab_moves_to_another_group() -> None:
     slots = SlotAllocator(2, [2, 3])
-    zero = [slots.take(0) for _ in range(4)]
-    assert slots.take(1) is None
+    zero = [take(slots, 0) for _ in range(4)]
+    assert take(slots, 1) is None
     assert slots.free(1) == slots.total(1) == 0
     slab = [slot for slot in zero if slot is not None and slot.slab == zero[0].slab]  # type: ignore[union-attr]
-    slots.give_back(0, slab[0])
-    assert slots.take(1) is None, "half of the slab is still in use"
-    slots.give_back(0, slab[1])
+    give_back(slots, 0, slab[0])
+    assert take(slots, 1) is None, "half of the slab is still in use"
+    give_back(slots, 0, slab[1])
     assert slots.free(1) == 3
-    moved = [slots.take(1) for _ in range(3)]
+    moved = [take(slots, 1) for _ in range(3)]
     assert {slot.slab for slot in moved if slot} == {slab[0].slab}
     assert {slot.cell for slot in moved if slot} == {0, 1, 2}
     assert slots.free(0) == 0
@@ -67,7 +87,7 @@ def test_groups_that_share_one_empty_slab_cannot_both_have_it() -> None:
     assert slots.slabs_short([1, 0]) == slots.slabs_short([0, 4]) == 0
     assert slots.slabs_short([1, 1]) == 1
     assert slots.slabs_short([5, 1]) == 2
-    slots.take(0)
+    take(slots, 0)
     assert slots.slabs_short([3, 0]) == 0
     assert slots.slabs_short([3, 1]) == 1
     assert slots.slabs_short([-1, 0]) == 0
@@ -81,11 +101,11 @@ def test_random_takes_and_returns_keep_slabs_in_one_group() -> None:
     for _ in range(4000):
         if used and rng.random() < 0.5:
             group, slot = used.pop(rng.randrange(len(used)))
-            slots.give_back(group, slot)
+            give_back(slots, group, slot)
         else:
             group = rng.randrange(3)
             free = slots.free(group)
-            taken = slots.take(group)
+            taken = take(slots, group)
             assert (taken is None) == (free == 0)
             if taken is not None:
                 assert 0 <= taken.cell < cells[group]

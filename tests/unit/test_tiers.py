@@ -7,6 +7,7 @@ import pytest
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.types import GroupShape, JobResult
@@ -18,11 +19,15 @@ from tier_steps import (
     end,
     evict_all,
     eviction_order,
+    is_loading,
     make_tiers,
+    match,
     on_ssd,
     plan_load,
     plan_store,
     store,
+    tier_tokens,
+    touch,
 )
 
 # Stores and matches.
@@ -32,33 +37,33 @@ def test_a_store_is_offered_only_when_every_rank_has_ended() -> None:
     tiers = make_tiers(ranks=2)
     job = plan_store(tiers, KEYS[:3])
     assert not tiers.finished(JobResult(job.job_id), 0.0)
-    assert tiers.match(KEYS, 0, 12) == 0
+    assert match(tiers, KEYS, 0, 12) == 0
     assert tiers.finished(JobResult(job.job_id), 0.0)
-    assert tiers.match(KEYS, 0, 12) == 3
-    assert tiers.match(KEYS, 1, 2) == 2
-    assert tiers.match(KEYS, 5, 12) == 5
+    assert match(tiers, KEYS, 0, 12) == 3
+    assert match(tiers, KEYS, 1, 2) == 2
+    assert match(tiers, KEYS, 5, 12) == 5
 
 
 def test_what_is_known_or_on_its_way_is_not_stored_again() -> None:
     tiers = make_tiers()
     job = plan_store(tiers, KEYS[:3])
-    assert tiers.plan_store(KEYS, 0, 3, blocks(0, 3)) == (None, 3)
+    assert tiers.plan_store(Prefix(KEYS), 0, 3, blocks(0, 3)) == (None, 3)
     second = plan_store(tiers, KEYS[:5])
     assert [item.blocks for item in second.items] == [(3,), (4,)]
     end(tiers, job, second)
-    assert tiers.match(KEYS, 0, 12) == 5
+    assert match(tiers, KEYS, 0, 12) == 5
 
 
 def test_a_store_goes_as_far_as_there_are_slots_and_goes_on_later() -> None:
     tiers = make_tiers(4, admission=DRAM_ONLY)
-    job, went_on = tiers.plan_store(KEYS, 0, 6, blocks(0, 6))
+    job, went_on = tiers.plan_store(Prefix(KEYS), 0, 6, blocks(0, 6))
     assert job is not None
     assert (len(job.items), went_on) == (4, 4)
-    assert tiers.plan_store(KEYS, 4, 6, blocks(4, 6)) == (None, 4)
+    assert tiers.plan_store(Prefix(KEYS), 4, 6, blocks(4, 6)) == (None, 4)
     assert tiers.make_room(0.0) == []
     end(tiers, job)
     tiers.make_room(0.0)
-    _, went_on = tiers.plan_store(KEYS, 4, 6, blocks(4, 6))
+    _, went_on = tiers.plan_store(Prefix(KEYS), 4, 6, blocks(4, 6))
     assert went_on == 6
 
 
@@ -68,10 +73,10 @@ def test_a_failed_store_on_one_rank_stores_nothing() -> None:
     tiers.finished(JobResult(job.job_id, (1,), "other"), 0.0)
     tiers.finished(JobResult(job.job_id), 0.0)
     tiers.check()
-    assert tiers.match(KEYS, 0, 3) == 0
-    assert tiers.slots.used == [0]
-    assert tiers.counts["errors:other"] == 1
-    assert "stored_chunks" not in tiers.counts
+    assert match(tiers, KEYS, 0, 3) == 0
+    assert tiers.chunks.slots.used == [0]
+    assert tiers.chunks.counts["errors:other"] == 1
+    assert "stored_chunks" not in tiers.chunks.counts
 
 
 # Recency: children before parents.
@@ -88,9 +93,9 @@ def test_touch_moves_a_whole_prefix_and_keeps_the_order() -> None:
     tiers = make_tiers(admission=DRAM_ONLY)
     store(tiers, KEYS[:3])
     store(tiers, [b"other0", b"other1"])
-    tiers.touch(KEYS[:3], 3, 0)
+    touch(tiers, KEYS[:3], 3, 0)
     assert eviction_order(tiers) == [b"other1", b"other0", b"k2", b"k1", b"k0"]
-    tiers.touch([b"other0", b"other1", b"unknown"], 1, 0)
+    touch(tiers, [b"other0", b"other1", b"unknown"], 1, 0)
     assert eviction_order(tiers) == [b"other1", b"k2", b"k1", b"k0", b"other0"]
 
 
@@ -130,12 +135,12 @@ def test_make_room_evicts_to_the_headroom_and_no_further() -> None:
     tiers = make_tiers(8, admission=DRAM_ONLY, headroom=3)
     store(tiers, KEYS[:5])
     tiers.make_room(0.0)
-    assert tiers.match(KEYS, 0, 12) == 5
+    assert match(tiers, KEYS, 0, 12) == 5
     store(tiers, KEYS[:7])
     tiers.make_room(0.0)
-    assert tiers.match(KEYS, 0, 12) == 5
-    assert tiers.slots.free(0) == 3
-    assert tiers.counts["evicted_chunks:dropped"] == 2
+    assert match(tiers, KEYS, 0, 12) == 5
+    assert tiers.chunks.slots.free(0) == 3
+    assert tiers.chunks.counts["evicted_chunks:dropped"] == 2
 
 
 def test_slots_on_their_way_count_as_headroom() -> None:
@@ -144,11 +149,11 @@ def test_slots_on_their_way_count_as_headroom() -> None:
     jobs = tiers.make_room(0.0)
     assert len(jobs) == 3
     assert tiers.make_room(0.0) == []
-    assert tiers.match(KEYS, 0, 12) == 8, "still a hit while it is written"
+    assert match(tiers, KEYS, 0, 12) == 8, "still a hit while it is written"
     end(tiers, *jobs)
-    assert tiers.slots.free(0) == 3
-    assert tiers.match(KEYS, 0, 12) == 8, "now from SSD"
-    assert tiers.tier_tokens(KEYS, 0, 8) == (5 * 16, 3 * 16)
+    assert tiers.chunks.slots.free(0) == 3
+    assert match(tiers, KEYS, 0, 12) == 8, "now from SSD"
+    assert tier_tokens(tiers, KEYS, 0, 8) == (5 * 16, 3 * 16)
 
 
 def test_leased_chunks_are_not_evicted() -> None:
@@ -156,10 +161,10 @@ def test_leased_chunks_are_not_evicted() -> None:
     store(tiers, KEYS[:4])
     job = plan_load(tiers, KEYS[:4])
     tiers.make_room(0.0)
-    assert tiers.slots.free(0) == 0
+    assert tiers.chunks.slots.free(0) == 0
     end(tiers, job)
     tiers.make_room(0.0)
-    assert tiers.slots.free(0) == 4
+    assert tiers.chunks.slots.free(0) == 4
 
 
 def test_two_groups_that_share_the_last_empty_slab_both_get_room() -> None:
@@ -176,7 +181,7 @@ def test_two_groups_that_share_the_last_empty_slab_both_get_room() -> None:
     for key in KEYS:
         tiers.make_room(0.0)
         store(tiers, [key])
-    assert tiers.match(KEYS, 11, 12) == 12
+    assert match(tiers, KEYS, 11, 12) == 12
 
 
 # Admission.
@@ -186,13 +191,13 @@ def test_the_second_eviction_persists_by_default() -> None:
     tiers = make_tiers(admission=AdmissionConfig())
     store(tiers, KEYS[:1])
     assert evict_all(tiers) == []
-    assert tiers.match(KEYS, 0, 1) == 0
+    assert match(tiers, KEYS, 0, 1) == 0
     store(tiers, KEYS[:1])
     (job,) = evict_all(tiers)
     assert (job.key, job.parent) == (b"k0", b"")
     end(tiers, job)
-    assert tiers.counts["admission:not_yet"] == tiers.counts["admission:eviction_count"] == 1
-    assert tiers.tier_tokens(KEYS, 0, 1) == (0, 16)
+    assert tiers.chunks.counts["admission:not_yet"] == tiers.chunks.counts["admission:eviction_count"] == 1
+    assert tier_tokens(tiers, KEYS, 0, 1) == (0, 16)
 
 
 def test_a_forgotten_ghost_starts_again() -> None:
@@ -208,16 +213,16 @@ def test_a_forgotten_ghost_starts_again() -> None:
 def test_the_nth_reuse_persists_before_eviction() -> None:
     tiers = make_tiers(admission=AdmissionConfig(reuses=2))
     store(tiers, KEYS[:2])
-    tiers.touch(KEYS, 2, 1)
+    touch(tiers, KEYS, 2, 1)
     assert tiers.make_room(0.0) == []
-    tiers.touch(KEYS, 2, 1)
+    touch(tiers, KEYS, 2, 1)
     (job,) = tiers.make_room(0.0)
     assert job.key == b"k0"
     end(tiers, job)
-    tiers.touch(KEYS, 2, 1)
+    touch(tiers, KEYS, 2, 1)
     assert tiers.make_room(0.0) == [], "written once"
     assert evict_all(tiers) == []
-    assert tiers.counts["evicted_chunks:already_on_ssd"] == 1
+    assert tiers.chunks.counts["evicted_chunks:already_on_ssd"] == 1
 
 
 def test_full_duplicate_writes_each_chunk_once_before_eviction() -> None:
@@ -227,26 +232,26 @@ def test_full_duplicate_writes_each_chunk_once_before_eviction() -> None:
     assert [job.key for job in jobs] == KEYS[:3]
     end(tiers, *jobs)
     assert evict_all(tiers) == []
-    assert tiers.match(KEYS, 0, 12) == 3
-    assert tiers.counts["admission:every_chunk"] == tiers.counts["persisted_chunks"] == 3
+    assert match(tiers, KEYS, 0, 12) == 3
+    assert tiers.chunks.counts["admission:every_chunk"] == tiers.chunks.counts["persisted_chunks"] == 3
 
 
 def test_dram_only_never_writes() -> None:
     tiers = make_tiers(admission=DRAM_ONLY)
     for _ in range(5):
         store(tiers, KEYS[:3])
-        tiers.touch(KEYS, 3, 3)
+        touch(tiers, KEYS, 3, 3)
         assert tiers.make_room(0.0) == []
         assert evict_all(tiers) == []
-    assert tiers.counts["dropped_chunks:not_admitted"] == 15
+    assert tiers.chunks.counts["dropped_chunks:not_admitted"] == 15
 
 
 def test_without_an_ssd_what_is_admitted_is_dropped_and_counted() -> None:
     tiers = make_tiers(admission=AdmissionConfig(evictions=1), ssd=False)
     store(tiers, KEYS[:2])
     assert evict_all(tiers) == []
-    assert tiers.counts["dropped_chunks:ssd_off"] == 2
-    assert tiers.slots.used == [0]
+    assert tiers.chunks.counts["dropped_chunks:ssd_off"] == 2
+    assert tiers.chunks.slots.used == [0]
 
 
 # Persisting.
@@ -257,8 +262,8 @@ def test_over_the_persist_bound_evicted_chunks_are_dropped_and_counted() -> None
     store(tiers, KEYS[:5])
     jobs = evict_all(tiers)
     assert [job.key for job in jobs] == [b"k4", b"k3"]
-    assert tiers.counts["dropped_chunks:persist_queue_full"] == 3
-    assert tiers.counts["evicted_chunks:dropped"] == 3
+    assert tiers.chunks.counts["dropped_chunks:persist_queue_full"] == 3
+    assert tiers.chunks.counts["evicted_chunks:dropped"] == 3
     end(tiers, *jobs)
     store(tiers, KEYS[:1])
     assert len(evict_all(tiers)) == 1, "ended writes make room in the bound"
@@ -275,7 +280,7 @@ def test_over_the_persist_bound_early_persists_wait() -> None:
         assert tiers.make_room(0.0) == []
         end(tiers, *jobs)
     assert written == KEYS[:5]
-    assert "dropped_chunks:persist_queue_full" not in tiers.counts
+    assert "dropped_chunks:persist_queue_full" not in tiers.chunks.counts
 
 
 def test_a_record_larger_than_the_bound_is_written_alone() -> None:
@@ -291,12 +296,12 @@ def test_a_load_during_the_write_of_an_evicted_chunk_rescues_it() -> None:
     load = plan_load(tiers, KEYS[:1])
     assert load.items[0].slot == persist.slot
     end(tiers, persist)
-    assert tiers.slots.used == [1], "the slot is being read"
+    assert tiers.chunks.slots.used == [1], "the slot is being read"
     end(tiers, load)
-    assert tiers.tier_tokens(KEYS, 0, 1) == (16, 0), "kept in DRAM"
+    assert tier_tokens(tiers, KEYS, 0, 1) == (16, 0), "kept in DRAM"
     assert eviction_order(tiers) == [b"k0"]
     assert evict_all(tiers) == []
-    assert tiers.counts["evicted_chunks:already_on_ssd"] == 1
+    assert tiers.chunks.counts["evicted_chunks:already_on_ssd"] == 1
 
 
 def test_evicting_a_chunk_that_is_being_written_waits_for_that_write() -> None:
@@ -304,10 +309,10 @@ def test_evicting_a_chunk_that_is_being_written_waits_for_that_write() -> None:
     store(tiers, KEYS[:1])
     (persist,) = tiers.make_room(0.0)
     assert evict_all(tiers) == []
-    assert tiers.match(KEYS, 0, 1) == 1
+    assert match(tiers, KEYS, 0, 1) == 1
     end(tiers, persist)
-    assert tiers.slots.used == [0]
-    assert tiers.tier_tokens(KEYS, 0, 1) == (0, 16)
+    assert tiers.chunks.slots.used == [0]
+    assert tier_tokens(tiers, KEYS, 0, 1) == (0, 16)
 
 
 def test_a_failed_write_pauses_the_drive_and_drops_the_evicted_chunk() -> None:
@@ -316,11 +321,11 @@ def test_a_failed_write_pauses_the_drive_and_drops_the_evicted_chunk() -> None:
     first, *rest = evict_all(tiers)
     end(tiers, first, failed=(0,), now=100.0, reason="write_failed")
     end(tiers, *rest)
-    assert tiers.match([first.key], 0, 1) == 0
-    assert tiers.counts["errors:write_failed"] == 1
+    assert match(tiers, [first.key], 0, 1) == 0
+    assert tiers.chunks.counts["errors:write_failed"] == 1
     store(tiers, [b"x", b"y"])
     assert evict_all(tiers, now=109.0) == []
-    assert tiers.counts["dropped_chunks:ssd_full"] == 2
+    assert tiers.chunks.counts["dropped_chunks:ssd_full"] == 2
     store(tiers, [b"x"])
     assert len(evict_all(tiers, now=110.0)) == 1
 
@@ -330,7 +335,7 @@ def test_a_failed_early_write_keeps_the_chunk_in_dram() -> None:
     store(tiers, KEYS[:1])
     (persist,) = tiers.make_room(0.0)
     end(tiers, persist, failed=(0,))
-    assert tiers.tier_tokens(KEYS, 0, 1) == (16, 0)
+    assert tier_tokens(tiers, KEYS, 0, 1) == (16, 0)
     (again,) = evict_all(tiers, now=60.0)
     assert again.extent != persist.extent
 
@@ -340,10 +345,10 @@ def test_under_the_cap_the_oldest_segment_goes_with_its_chunks() -> None:
     on_ssd(tiers, [b"a", b"b"])
     on_ssd(tiers, [b"c", b"d"])
     on_ssd(tiers, [b"e"])
-    assert [tiers.match([key], 0, 1) for key in (b"a", b"b", b"c", b"d", b"e")] == [0, 0, 1, 1, 1]
-    assert tiers.counts["retired_chunks"] == 2
-    assert tiers.extents is not None
-    assert tiers.extents.retired == [(0, 0)]
+    assert [match(tiers, [key], 0, 1) for key in (b"a", b"b", b"c", b"d", b"e")] == [0, 0, 1, 1, 1]
+    assert tiers.chunks.counts["retired_chunks"] == 2
+    assert tiers.chunks.extents is not None
+    assert tiers.chunks.extents.retired == [(0, 0)]
 
 
 def test_a_segment_that_is_being_read_is_not_retired() -> None:
@@ -352,10 +357,10 @@ def test_a_segment_that_is_being_read_is_not_retired() -> None:
     on_ssd(tiers, [b"c", b"d"])
     load = plan_load(tiers, [b"a"])
     on_ssd(tiers, [b"e"])
-    assert [tiers.match([key], 0, 1) for key in (b"a", b"b", b"c", b"d")] == [1, 1, 0, 0]
+    assert [match(tiers, [key], 0, 1) for key in (b"a", b"b", b"c", b"d")] == [1, 1, 0, 0]
     end(tiers, load)
     on_ssd(tiers, [b"f", b"g"])
-    assert tiers.match([b"a"], 0, 1) == 0
+    assert match(tiers, [b"a"], 0, 1) == 0
 
 
 def test_a_chunk_in_dram_survives_the_retirement_of_its_ssd_copy() -> None:
@@ -365,7 +370,7 @@ def test_a_chunk_in_dram_survives_the_retirement_of_its_ssd_copy() -> None:
     on_ssd_job = plan_store(tiers, [b"b"])
     end(tiers, on_ssd_job)
     end(tiers, *tiers.make_room(0.0))
-    assert tiers.tier_tokens([b"a", b"b"], 0, 2) == (32, 0)
+    assert tier_tokens(tiers, [b"a", b"b"], 0, 2) == (32, 0)
     assert len(evict_all(tiers)) == 1, "only the retired one is written again"
 
 
@@ -373,7 +378,7 @@ def test_a_wish_to_write_a_chunk_dies_with_it() -> None:
     """Index rows are used again: the next chunk in the row was never admitted."""
     tiers = make_tiers(admission=AdmissionConfig(evictions=9, reuses=1), persist_records=1)
     store(tiers, [b"a", b"b"])
-    tiers.touch([b"a", b"b"], 2, 2)
+    touch(tiers, [b"a", b"b"], 2, 2)
     (persist,) = tiers.make_room(0.0)
     evict_all(tiers)
     end(tiers, persist)
@@ -396,10 +401,10 @@ def test_a_chunk_that_failed_to_load_from_ssd_is_not_offered_again() -> None:
     tiers.finished(JobResult(load.job_id, (1,), "checksum"), 0.0)
     tiers.finished(JobResult(load.job_id), 0.0)
     tiers.check()
-    assert tiers.match(KEYS, 0, 3) == 1
-    assert tiers.match(KEYS, 2, 3) == 3
-    assert tiers.counts["loads:failed"] == 1
-    assert "hit_tokens:ssd" not in tiers.counts
+    assert match(tiers, KEYS, 0, 3) == 1
+    assert match(tiers, KEYS, 2, 3) == 3
+    assert tiers.chunks.counts["loads:failed"] == 1
+    assert "hit_tokens:ssd" not in tiers.chunks.counts
 
 
 def test_a_chunk_that_failed_to_load_from_dram_is_not_offered_again_though_another_load_reads_it() -> None:
@@ -407,13 +412,13 @@ def test_a_chunk_that_failed_to_load_from_dram_is_not_offered_again_though_anoth
     store(tiers, KEYS[:2])
     bad, other = plan_load(tiers, KEYS[:2]), plan_load(tiers, KEYS[:2])
     end(tiers, bad, failed=(0,))
-    assert tiers.match(KEYS, 0, 2) == 0
-    assert tiers.slots.used == [2], "the other load still reads the slot"
+    assert match(tiers, KEYS, 0, 2) == 0
+    assert tiers.chunks.slots.used == [2], "the other load still reads the slot"
     end(tiers, other)
-    assert tiers.match(KEYS, 0, 2) == 0
-    assert tiers.slots.used == [1]
+    assert match(tiers, KEYS, 0, 2) == 0
+    assert tiers.chunks.slots.used == [1]
     store(tiers, KEYS[:2])
-    assert tiers.match(KEYS, 0, 2) == 2
+    assert match(tiers, KEYS, 0, 2) == 2
 
 
 def test_a_bad_dram_copy_is_not_trusted_on_ssd_either() -> None:
@@ -422,11 +427,11 @@ def test_a_bad_dram_copy_is_not_trusted_on_ssd_either() -> None:
     load = plan_load(tiers, KEYS[:1])
     (persist,) = tiers.make_room(0.0)
     end(tiers, load, failed=(0,))
-    assert tiers.match(KEYS, 0, 1) == 0
-    assert tiers.slots.used == [1], "still being written from"
+    assert match(tiers, KEYS, 0, 1) == 0
+    assert tiers.chunks.slots.used == [1], "still being written from"
     end(tiers, persist)
-    assert tiers.match(KEYS, 0, 1) == 0
-    assert tiers.slots.used == [0]
+    assert match(tiers, KEYS, 0, 1) == 0
+    assert tiers.chunks.slots.used == [0]
 
 
 def test_two_loads_of_one_bad_record_end_while_the_chunk_is_stored_again() -> None:
@@ -439,7 +444,7 @@ def test_two_loads_of_one_bad_record_end_while_the_chunk_is_stored_again() -> No
     (persist,) = tiers.make_room(0.0)
     end(tiers, persist)
     end(tiers, second, failed=(0,))
-    assert tiers.match(KEYS, 0, 1) == 1, "the better copies are kept"
+    assert match(tiers, KEYS, 0, 1) == 1, "the better copies are kept"
     evict_all(tiers)
     assert plan_load(tiers, KEYS[:1]).items[0].extent == persist.extent
 
@@ -447,13 +452,13 @@ def test_two_loads_of_one_bad_record_end_while_the_chunk_is_stored_again() -> No
 def test_shared_loads_are_counted() -> None:
     tiers = make_tiers()
     store(tiers, KEYS[:1])
-    assert not tiers.is_loading(KEYS[0])
+    assert not is_loading(tiers, KEYS[0])
     first, second = plan_load(tiers, KEYS[:1]), plan_load(tiers, KEYS[:1])
     end(tiers, first)
-    assert tiers.is_loading(KEYS[0])
+    assert is_loading(tiers, KEYS[0])
     end(tiers, second)
-    assert not tiers.is_loading(KEYS[0])
-    assert tiers.counts["hit_tokens:dram"] == 32
+    assert not is_loading(tiers, KEYS[0])
+    assert tiers.chunks.counts["hit_tokens:dram"] == 32
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -469,13 +474,13 @@ def test_two_groups_are_stored_and_offered_together(ranks: int) -> None:
         ranks=ranks,
     )
     job = plan_store(tiers, KEYS[:3])
-    assert [item.group for item in job.items] == [0, 1, 0, 1, 0, 1]
+    assert [item.group for item in job.items] == [0, 0, 0, 1, 1, 1]
     end(tiers, *[job] * ranks)
     load = plan_load(tiers, KEYS[:3])
     end(tiers, *[load] * (ranks - 1))
     tiers.finished(JobResult(load.job_id, (4,), "checksum"), 0.0)
     tiers.check()
-    assert tiers.match(KEYS, 0, 3) == 1, "group 1 lost its second chunk"
+    assert match(tiers, KEYS, 0, 3) == 1, "group 1 lost its second chunk"
     again = plan_store(tiers, KEYS[:3])
     assert [(item.group, item.blocks) for item in again.items] == [(1, (1,))]
 
@@ -488,7 +493,7 @@ def test_a_chunk_worth_a_write_waits_while_half_of_the_headroom_is_there() -> No
     assert tiers.make_room(0.0) == []
     end(tiers, *first)
     assert [job.key for job in tiers.make_room(0.0)] == [b"k4"]
-    assert "dropped_chunks:persist_queue_full" not in tiers.counts
+    assert "dropped_chunks:persist_queue_full" not in tiers.chunks.counts
     store(tiers, KEYS[6:8])
     tiers.make_room(0.0)
-    assert tiers.counts["dropped_chunks:persist_queue_full"] > 0, "a store never waits for a disk"
+    assert tiers.chunks.counts["dropped_chunks:persist_queue_full"] > 0, "a store never waits for a disk"

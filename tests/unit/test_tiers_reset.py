@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy.tiers import Tiers
 from saria_vllm.types import Extent, FoundChunk
 from tier_steps import (
     KEYS,
     end,
     evict_all,
     make_tiers,
+    match,
     on_ssd,
     plan_load,
     plan_store,
@@ -20,13 +24,18 @@ def found(key: bytes, parent: bytes, segment: int, record: int, group: int = 0, 
     return FoundChunk(group, key, parent, Extent(drive, segment, record))
 
 
+def adopt(tiers: Tiers, chunks: list[FoundChunk], next_segment: int, seen: Sequence[tuple[int, int]] = ()) -> None:
+    assert tiers.chunks.extents is not None
+    tiers.open_ssd(tiers.chunks.extents, chunks, next_segment, seen)
+
+
 def test_found_chunks_are_offered_from_where_they_were_found() -> None:
     tiers = make_tiers(records=2)
-    tiers.adopt([found(b"k0", b"", 3, 1), found(b"k1", b"k0", 7, 0)], next_segment=9)
+    adopt(tiers, [found(b"k0", b"", 3, 1), found(b"k1", b"k0", 7, 0)], next_segment=9)
     tiers.check()
     load = plan_load(tiers, KEYS[:2])
     assert [item.extent for item in load.items] == [Extent(0, 3, 1), Extent(0, 7, 0)]
-    assert tiers.counts["recovered_chunks"] == 2
+    assert tiers.chunks.counts["recovered_chunks"] == 2
     store(tiers, [b"new"])
     (persist,) = tiers.make_room(0.0)
     assert persist.extent == Extent(0, 9, 0)
@@ -42,15 +51,15 @@ def test_what_does_not_fit_this_configuration_is_not_adopted() -> None:
         found(b"same place", b"", 0, 0),
         found(b"ok", b"", 0, 1),
     ]
-    tiers.adopt(strange, next_segment=1)
+    adopt(tiers, strange, next_segment=1)
     tiers.check()
-    assert len(tiers.index) == tiers.counts["recovered_chunks"] == 1
+    assert len(tiers.chunks.index) == tiers.chunks.counts["recovered_chunks"] == 1
 
 
 def test_a_chunk_stored_before_it_was_found_gains_its_ssd_copy() -> None:
     tiers = make_tiers(admission=AdmissionConfig(evictions=1))
     store(tiers, [b"k0"])
-    tiers.adopt([found(b"k0", b"", 2, 0)], next_segment=3)
+    adopt(tiers, [found(b"k0", b"", 2, 0)], next_segment=3)
     tiers.check()
     assert evict_all(tiers) == [], "nothing to write"
     assert plan_load(tiers, [b"k0"]).items[0].extent == Extent(0, 2, 0)
@@ -58,20 +67,14 @@ def test_a_chunk_stored_before_it_was_found_gains_its_ssd_copy() -> None:
 
 def test_segments_that_were_seen_but_hold_nothing_of_use_are_retired() -> None:
     tiers = make_tiers()
-    tiers.adopt([found(b"a", b"", 2, 0), found(b"a", b"", 3, 0)], next_segment=4, seen=[(0, 2), (0, 3)])
-    assert tiers.extents is not None
-    assert tiers.extents.retired == [(0, 3)]
-
-
-def test_adopting_without_an_ssd_tier_does_nothing() -> None:
-    tiers = make_tiers(ssd=False)
-    tiers.adopt([found(b"k0", b"", 2, 0)], next_segment=3)
-    assert len(tiers.index) == 0
+    adopt(tiers, [found(b"a", b"", 2, 0), found(b"a", b"", 3, 0)], next_segment=4, seen=[(0, 2), (0, 3)])
+    assert tiers.chunks.extents is not None
+    assert tiers.chunks.extents.retired == [(0, 3)]
 
 
 def test_parents_that_name_each_other_do_not_hang() -> None:
     tiers = make_tiers()
-    tiers.adopt([found(b"a", b"b", 0, 0), found(b"b", b"a", 0, 1)], next_segment=1)
+    adopt(tiers, [found(b"a", b"b", 0, 0), found(b"b", b"a", 0, 1)], next_segment=1)
     store(tiers, [b"a", b"child"])
     tiers.check()
 
@@ -82,12 +85,12 @@ def test_reset_forgets_everything_and_frees_idle_slots_at_once() -> None:
     store(tiers, KEYS[4:8])
     tiers.reset()
     tiers.check()
-    assert tiers.match(KEYS, 0, 1) == 0
-    assert tiers.match(KEYS, 4, 5) == 4
-    assert tiers.slots.used == [0]
-    assert tiers.extents is not None
-    assert tiers.extents.segments() == 0
-    assert tiers.extents.retired == [(0, 0)]
+    assert match(tiers, KEYS, 0, 1) == 0
+    assert match(tiers, KEYS, 4, 5) == 4
+    assert tiers.chunks.slots.used == [0]
+    assert tiers.chunks.extents is not None
+    assert tiers.chunks.extents.segments() == 0
+    assert tiers.chunks.extents.retired == [(0, 0)]
     assert tiers.make_room(0.0) == [], "nothing is wanted any more"
 
 
@@ -99,18 +102,18 @@ def test_reset_with_jobs_in_flight_frees_their_slots_and_segments_once_at_their_
     tiers.reset()
     tiers.reset()
     tiers.check()
-    assert tiers.slots.used == [4]
+    assert tiers.chunks.slots.used == [4]
     store(tiers, KEYS[:4])
     taken = {item.slot for item in plan_load(tiers, KEYS[:4]).items}
     assert taken.isdisjoint({item.slot for job in [*loads, pending] for item in job.items})
     end(tiers, loads[0], persist_0, loads[1], failed=(0,))
-    assert tiers.match(KEYS, 0, 4) == 4, "a stale failure says nothing about the new copy"
-    assert tiers.slots.used == [7]
+    assert match(tiers, KEYS, 0, 4) == 4, "a stale failure says nothing about the new copy"
+    assert tiers.chunks.slots.used == [7]
     end(tiers, persist_1, pending)
-    assert tiers.slots.used == [4]
-    assert tiers.extents is not None
-    assert tiers.extents.retired == [(0, 0)]
-    assert tiers.match([b"x"], 0, 1) == 0
+    assert tiers.chunks.slots.used == [4]
+    assert tiers.chunks.extents is not None
+    assert tiers.chunks.extents.retired == [(0, 0)]
+    assert match(tiers, [b"x"], 0, 1) == 0
 
 
 def test_a_ghost_from_before_a_reset_is_forgotten() -> None:

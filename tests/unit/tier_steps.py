@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
-from saria_vllm.types import GroupShape, JobResult, LoadJob, PersistJob, StoreJob
+from saria_vllm.types import GroupShape, Ints, JobResult, LoadJob, PersistJob, StoreJob
 
 RECORD = 4096
 KEYS = [b"k%d" % i for i in range(12)]
@@ -41,13 +44,29 @@ def make_tiers(
     )
 
 
-def blocks(first: int, end: int, groups: int = 1) -> list[list[tuple[int, ...]]]:
-    return [[(position,) for position in range(first, end)] for _ in range(groups)]
+def blocks(first: int, end: int, groups: int = 1) -> list[Ints]:
+    return [np.arange(first, end, dtype=np.int32).reshape(-1, 1) for _ in range(groups)]
+
+
+def match(tiers: Tiers, keys: Sequence[bytes], first: int, end: int) -> int:
+    return tiers.match(Prefix(keys), first, min(end, len(keys)))
+
+
+def tier_tokens(tiers: Tiers, keys: Sequence[bytes], first: int, end: int) -> tuple[int, int]:
+    return tiers.tier_tokens(Prefix(keys), first, end)
+
+
+def touch(tiers: Tiers, keys: Sequence[bytes], end: int, reused: int) -> None:
+    tiers.touch(Prefix(keys), end, reused)
+
+
+def is_loading(tiers: Tiers, key: bytes) -> bool:
+    return tiers.is_loading(Prefix([key]), 0)
 
 
 def plan_store(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | None = None) -> StoreJob:
     end = len(keys) if end is None else end
-    job, went_on = tiers.plan_store(keys, first, end, blocks(first, end, len(tiers.shapes)))
+    job, went_on = tiers.plan_store(Prefix(keys), first, end, blocks(first, end, len(tiers.shapes)))
     assert job is not None
     assert went_on == end
     return job
@@ -55,8 +74,9 @@ def plan_store(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | N
 
 def plan_load(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | None = None) -> LoadJob:
     end = len(keys) if end is None else end
-    assert tiers.match(keys, first, end) == end
-    return tiers.plan_load("r", keys, first, end, blocks(first, end, len(tiers.shapes)))
+    prefix = Prefix(keys)
+    assert tiers.match(prefix, first, end) == end
+    return tiers.plan_load("r", prefix, first, end, blocks(first, end, len(tiers.shapes)))
 
 
 def end(
@@ -77,20 +97,16 @@ def store(tiers: Tiers, keys: Sequence[bytes], first: int = 0) -> None:
 
 def evict_all(tiers: Tiers, now: float = 0.0) -> list[PersistJob]:
     """Ask for more room than there is."""
-    headroom, tiers._headroom = tiers._headroom, [10**6] * len(tiers.shapes)
+    headroom, tiers.evictor._headroom = tiers.evictor._headroom, [10**6] * len(tiers.shapes)
     jobs = tiers.make_room(now)
-    tiers._headroom = headroom
+    tiers.evictor._headroom = headroom
     tiers.check()
     return jobs
 
 
 def eviction_order(tiers: Tiers, group: int = 0) -> list[bytes]:
-    index, keys = tiers.index, []
-    row = index.oldest(group)
-    while row != -1:
-        keys.append(index.key[row])
-        row = index._newer[row]
-    return keys
+    index, order = tiers.chunks.index, tiers.chunks.recency[group].order()
+    return [index.key[row] for row in order if index.evictable(np.array([row]))[0]]
 
 
 def on_ssd(tiers: Tiers, keys: Sequence[bytes]) -> None:

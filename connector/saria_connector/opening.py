@@ -1,0 +1,173 @@
+"""Opening the SSD tier: claim this engine's directory, make room in it, have the workers scan it, index what all found.
+
+Nothing of this holds up the engine: reclaiming and scanning run on threads while requests are told to ask again for a
+bounded time, and whatever goes wrong leaves the tier off.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from saria_connector.fingerprint import fingerprint_parts, process_only_reasons
+from saria_connector.metadata import SariaMetadata
+from saria_connector.sizing import Sizing
+from saria_vllm.config import SariaConfig, format_bytes
+from saria_vllm.errors import StorageError
+from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.tiers import Tiers
+from saria_vllm.storage.format import records_per_segment
+from saria_vllm.storage.namespace import EngineDirectory, namespace_name
+from saria_vllm.storage.reclaim import reclaim_others
+from saria_vllm.types import FoundChunk, OpenedSsd, OpenSsd
+
+logger = logging.getLogger("vllm.saria")
+
+OPENING_S = 10.0
+"""How long requests wait for the SSD tier to open."""
+
+LEASE_WAIT_S = 3.0
+
+
+class SsdOpening:
+    """See the module's text. Also owns the generation, which the directory makes durable where there is one."""
+
+    def __init__(self, config: SariaConfig, sizing: Sizing, tiers: Tiers, clock: Callable[[], float]) -> None:
+        self._config, self._sizing, self._tiers, self._clock = config, sizing, tiers, clock
+        self.generation = 0
+        self.directory: EngineDirectory | None = None
+        self._until = 0.0
+        """Until when lookups wait; 0 once the tier is open or off."""
+        self._reclaimer: threading.Thread | None = None
+        self._message: OpenSsd | None = None
+        """To be sent to the workers, with the generation of that moment."""
+        self._generation_sent = 0
+        """The generation that the workers look for."""
+        self._segments_max = 0
+        self._reports: list[OpenedSsd] = []
+
+    def claim(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        """Take this engine's directory.
+
+        Raises:
+            StorageError: it cannot be made or leased.
+        """
+        for reason in process_only_reasons(vllm_config):
+            logger.warning("SARIA: what is persisted to SSD will not be used after a restart: %s", reason)
+        sizing = self._sizing
+        parts = fingerprint_parts(vllm_config, kv_cache_config, sizing.groups, sizing.shapes, self._config.namespace)
+        preferred = getattr(vllm_config.parallel_config, "data_parallel_rank_local", 0) or 0
+        self.directory = self._lease(namespace_name(parts), parts, preferred)
+        self.generation = self.directory.generation
+        self._until = self._clock() + OPENING_S
+
+    def _lease(self, namespace: str, parts: dict[str, Any], preferred: int) -> EngineDirectory:
+        """The preferred engine directory; another one only when a few seconds do not free it.
+
+        An engine that is still going down holds its lease for a moment, and its successor should find its cache.
+        """
+        give_up = time.monotonic() + LEASE_WAIT_S
+        while True:
+            directory = EngineDirectory.claim(self._config.ssd_paths, namespace, parts, preferred)
+            if directory.index == preferred:
+                return directory
+            if time.monotonic() > give_up:
+                logger.warning("SARIA: another engine has e%d; this one uses e%d", preferred, directory.index)
+                return directory
+            directory.release()
+            time.sleep(0.2)
+
+    def waiting(self) -> bool:
+        """Whether the tier is about to open: requests wait, and an idle engine keeps stepping."""
+        return self._until > self._clock()
+
+    def put_into(self, metadata: SariaMetadata) -> None:
+        """Tell the workers which directory is ours, and once to open it."""
+        if self.directory is None:
+            return
+        metadata.namespace, metadata.engine_index = self.directory.namespace, self.directory.index
+        if self._message is not None:
+            metadata.open_ssd = msgspec.structs.replace(self._message, generation=self.generation)
+            self._message, self._generation_sent = None, self.generation
+        if self._reclaimer is None:
+            self._reclaimer = threading.Thread(target=self._reclaim, args=(self.directory,), daemon=True)
+            try:
+                self._reclaimer.start()
+            except RuntimeError as error:  # Too many threads here.
+                self._off(str(error))
+
+    def _reclaim(self, directory: EngineDirectory) -> None:
+        """Make room under `ssd_capacity`, then let the workers open. On a thread: unlinking much takes seconds."""
+        config, sizing = self._config, self._sizing
+        per_segment = sizing.segment_bytes * sizing.ranks * len(config.ssd_paths)
+        segments_max = sizing.segments_max
+        try:
+            ours, removed = reclaim_others(config.ssd_paths, directory, config.ssd_capacity)
+        except Exception as error:
+            self._off(f"{type(error).__name__}: {error}")
+            return
+        for path in removed:
+            logger.warning("SARIA removed %s to stay within ssd_capacity", path)
+        if ours < per_segment * (segments_max - 1):
+            segments_max = ours // per_segment
+            logger.warning("SARIA: other engines use ssd_capacity; %s are left for this one", format_bytes(ours))
+        self._segments_max = segments_max
+        self._message = OpenSsd(directory.directories, self.generation, sizing.segment_bytes, segments_max)
+
+    def _off(self, problem: str) -> None:
+        logger.error("SARIA: the SSD tier is off: %s", problem)
+        self._until = 0.0
+
+    def opened(self, reports: list[OpenedSsd]) -> None:
+        """Take some ranks' reports; with the last one the tier is open."""
+        self._reports += reports
+        if self._reports and len(self._reports) == self._sizing.ranks:
+            self._adopt(self._reports)
+            self._reports = []
+
+    def _adopt(self, reports: list[OpenedSsd]) -> None:
+        problems = [report.problem for report in reports if report.problem]
+        if problems:
+            self._off(problems[0])
+            return
+        self._until = 0.0
+        found: set[FoundChunk] = set.intersection(*(set(report.found) for report in reports))
+        next_segment = max(report.next_segment for report in reports)
+        sizing = self._sizing
+        records = [records_per_segment(shape.record_bytes, sizing.segment_bytes) for shape in sizing.shapes]
+        drives = len(self._config.ssd_paths)
+        extents = ExtentAllocator(drives, self._segments_max, records, next_segment)
+        for drive in range(drives):
+            if not all(report.drives[drive] for report in reports):
+                logger.error("SARIA: drive %s is left out until a restart", self._config.ssd_paths[drive])
+                extents.leave_out(drive)
+        seen = {chunk.extent[:2] for report in reports for chunk in report.found}
+        oldest_first = sorted(found, key=lambda chunk: (chunk.extent.segment, chunk.extent.record))
+        self._tiers.open_ssd(extents, oldest_first, next_segment, seen)
+        if self.generation != self._generation_sent:
+            self._tiers.reset()  # A reset came in between: what was found is of before, and its segments must go.
+        logger.info("SARIA: the SSD tier is open, %d chunks found; %s", len(found), reports[0].note)
+
+    def next_generation(self) -> bool:
+        """Begin a generation; False when not durably."""
+        if self.directory is None:
+            self.generation += 1
+            return True
+        try:
+            self.directory.bump_generation()
+            return True
+        except StorageError as error:
+            logger.error("SARIA: after a restart the cache may not be reset: %s", error)
+            return False
+        finally:
+            self.generation = self.directory.generation
+
+    def release(self) -> None:
+        if self.directory is not None:
+            self.directory.release()
+            self.directory = None
