@@ -64,13 +64,17 @@ class Session(NamedTuple):
     requests: tuple[Request, ...]
 
 
-class _SubAgent(msgspec.Struct):
+class CompactAgent(msgspec.Struct):
+    """Sizes of a sub-agent's own prompt, as a compact line has them."""
+
     th: int
     tool_tokens: int = 0
     system_tokens: int = 0
 
 
-class _Request(msgspec.Struct):
+class CompactRequest(msgspec.Struct):
+    """A request of a compact line; ids are local to the line."""
+
     t: float
     th: int
     input_tokens: int = msgspec.field(name="in")
@@ -80,14 +84,19 @@ class _Request(msgspec.Struct):
     stop: str = "unknown"
 
 
-class _Session(msgspec.Struct):
+class CompactSession(msgspec.Struct):
+    """One line of the compact form."""
+
     id: str
     block_size: int
     tool_tokens: int
     system_tokens: int
-    requests: list[_Request]
+    requests: list[CompactRequest]
     fork_of: str | None = None
-    subagents: list[_SubAgent] = []
+    subagents: list[CompactAgent] = []
+
+
+_COMPACT = msgspec.json.Decoder(CompactSession)
 
 
 def read_sessions(source: str | os.PathLike[str] | IO[bytes]) -> Iterator[Session]:
@@ -109,7 +118,16 @@ def read_sessions(source: str | os.PathLike[str] | IO[bytes]) -> Iterator[Sessio
 
 
 def _read(file: IO[bytes], name: str) -> Iterator[Session]:
-    decoder = msgspec.json.Decoder(_Session)
+    for number, line in trace_lines(file, name, "one JSON object per session"):
+        yield decode_compact(line, number, f"{name}, line {number}")
+
+
+def trace_lines(file: IO[bytes], name: str, expected: str) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank with their numbers from 1, of a plain or gzip file that can seek.
+
+    Raises:
+        TraceError: the file is cut short, cannot be read or is empty; `expected` says what it should hold.
+    """
     packed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
     lines: Any = gzip.GzipFile(fileobj=file) if packed else file
@@ -117,22 +135,34 @@ def _read(file: IO[bytes], name: str) -> Iterator[Session]:
     try:
         for line in lines:
             number += 1
-            if not line.strip():
-                continue
-            where = f"{name}, line {number}"
-            try:
-                raw = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise TraceError(f"{where}: {error}; expected one JSON object per session") from None
-            yield _session(raw, number, where)
+            if line.strip():
+                yield number, line
     except (EOFError, OSError, zlib.error) as error:
         message = f"{name}, after line {number}: {error}; expected a whole gzip or JSON-lines file"
         raise TraceError(message) from None
     if number == 0:
-        raise TraceError(f"{name}, line 1: the file is empty; expected one JSON object per session")
+        raise TraceError(f"{name}, line 1: the file is empty; expected {expected}")
 
 
-def _session(raw: _Session, number: int, where: str) -> Session:
+def decode_compact(line: bytes, number: int, where: str) -> Session:
+    """The session of one compact line.
+
+    Raises:
+        TraceError: the line is malformed.
+    """
+    try:
+        raw = _COMPACT.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{where}: {error}; expected one JSON object per session") from None
+    return compact_session(raw, number, where)
+
+
+def compact_session(raw: CompactSession, number: int, where: str) -> Session:
+    """A session with ids that are global: `number` names its own ids, equal prompt sizes share theirs.
+
+    Raises:
+        TraceError: a number is out of range; the message begins with `where`.
+    """
     if raw.block_size <= 0:
         raise TraceError(f"{where}: block_size is {raw.block_size}; expected tokens above zero")
     if not raw.requests:
@@ -157,7 +187,7 @@ def _session(raw: _Session, number: int, where: str) -> Session:
     return Session(raw.id, raw.block_size, raw.tool_tokens, raw.system_tokens, raw.fork_of or "", tuple(requests))
 
 
-def _checked_runs(before: tuple[Run, ...], item: _Request, block_tokens: int, where: str) -> tuple[Run, ...]:
+def _checked_runs(before: tuple[Run, ...], item: CompactRequest, block_tokens: int, where: str) -> tuple[Run, ...]:
     """Block runs of a request, with ids local to its session."""
     if item.t < 0 or item.th < 0 or item.input_tokens <= 0 or item.output_tokens < 0:
         found = f"t {item.t}, th {item.th}, in {item.input_tokens}, out {item.output_tokens}"
@@ -174,6 +204,22 @@ def _checked_runs(before: tuple[Run, ...], item: _Request, block_tokens: int, wh
     if total not in (full, full + (rest > 0)):
         found = f"{total} block ids for {item.input_tokens} tokens"
         raise TraceError(f"{where}: {found}; expected {full}, or one more for the rest")
+    return runs
+
+
+def id_runs(ids: Iterable[int]) -> list[Run]:
+    """Ids as runs of consecutive ones."""
+    runs: list[Run] = []
+    first, end = 0, 0
+    for each in ids:
+        if each == end > first:
+            end += 1
+            continue
+        if end > first:
+            runs.append((first, end - first))
+        first, end = each, each + 1
+    if end > first:
+        runs.append((first, end - first))
     return runs
 
 
