@@ -22,6 +22,7 @@ COUNTERS: dict[str, Metric] = {
     "loads": Metric("Request reloads that ended", "result", ("loaded", "failed")),
     "load_waits": Metric("Times a request was told to wait for another's load of the same chunk"),
     "stored_chunks": Metric("Chunks copied from HBM into DRAM"),
+    "promoted_chunks": Metric("Chunks loaded from SSD and copied from HBM into DRAM"),
     "store_bytes": Metric("Bytes copied from HBM into DRAM, over all ranks"),
     "evicted_chunks": Metric("Chunks that left DRAM", "outcome", ("persisted", "already_on_ssd", "dropped")),
     "admission": Metric(

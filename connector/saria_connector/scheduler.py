@@ -325,10 +325,9 @@ class SchedulerSide:
             self._held_blocks -= len(held.blocks)
             self._block_pool.free_blocks(reversed(held.blocks))
 
-    def job_ended(self, result: JobResult) -> None:
-        """Take one rank's result of a job."""
-        if result.job_id != NO_JOB:
-            self.tiers.finished(result, self._clock())
+    def jobs_ended(self, results: Sequence[JobResult]) -> None:
+        """Take ranks' results of jobs."""
+        self.tiers.finished([result for result in results if result.job_id != NO_JOB], self._clock())
 
     def loads_failed(self, request_ids: set[str]) -> None:
         for request_id in request_ids:

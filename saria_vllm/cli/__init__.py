@@ -13,7 +13,10 @@ from collections.abc import Sequence
 import saria_vllm
 from saria_vllm.errors import SariaError
 
-COMMANDS = {"replay": "drive a vLLM server with real agent sessions and measure each turn"}
+COMMANDS = {
+    "replay": "drive a vLLM server with real agent sessions and measure each turn",
+    "simulate": "replay a trace through the policy that the connector runs: hits, SSD writes, time",
+}
 
 
 class UsageError(SariaError):

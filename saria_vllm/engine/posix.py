@@ -38,8 +38,7 @@ class PosixEngine:
         self._results: list[tuple[int, int]] = []
         self._closing = False
         self._threads = [
-            threading.Thread(target=self._run, name=f"saria-posix-{i}", daemon=True)
-            for i in range(min(threads, depth))
+            threading.Thread(target=self._run, name=f"saria-posix-{i}", daemon=True) for i in range(min(threads, depth))
         ]
         for thread in self._threads:
             thread.start()

@@ -9,9 +9,9 @@ import numpy as np
 from saria_vllm.metrics import count
 from saria_vllm.policy.admission import ADMITS, REASONS, Admission, Reasons
 from saria_vllm.policy.chunks import Chunks
-from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Rows
+from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Rows
 from saria_vllm.policy.jobs import Job, Jobs
-from saria_vllm.types import Extent, GroupShape, PersistJob, Slot
+from saria_vllm.types import Extent, GroupShape, Ints, PersistJob, Slot
 
 
 class Evictor:
@@ -60,17 +60,17 @@ class Evictor:
 
     def _persist_wanted(self, now: float) -> list[PersistJob]:
         index, persists = self._chunks.index, []
-        while self._wanted:
-            row = next(iter(self._wanted))
-            if self._queue_room(int(index.group[row])) <= 0:
-                break
-            del self._wanted[row]
-            one = np.array([row], np.int32)
-            if index.dram[row] == VALID and index.ssd[row] == NONE:
-                reasons = self._admission.kept(index, one)
-                if reasons is not None and ADMITS[reasons[0]]:
-                    self._count_reasons(reasons)
-                    persists += self._persist(row, now)
+        for group in range(len(self._shapes)):
+            mine = [row for row in self._wanted if index.group[row] == group][: max(0, self._queue_room(group))]
+            for row in mine:
+                del self._wanted[row]
+            rows = np.array(mine, np.int32)
+            rows = rows[(index.dram[rows] == VALID) & (index.ssd[rows] == NONE)]
+            reasons = self._admission.kept(index, rows)
+            if reasons is not None and rows.size:
+                admitted = ADMITS[reasons]
+                self._count_reasons(reasons[admitted])
+                persists += self._persist(group, rows[admitted], now)
         return persists
 
     def _victims(self) -> Rows:
@@ -112,9 +112,7 @@ class Evictor:
         index.evictions[rows] = np.minimum(index.evictions[rows], 0xFE) + 1
         self._count_reasons(reasons)
         count(chunks.counts, "dropped_chunks", len(reasons) - int(admitted.sum()), "not_admitted")
-        persists = []
-        for row in rows[admitted].tolist():
-            persists += self._persist(row, now)
+        persists = self._persist(group, rows[admitted], now)
         leaving = rows[index.ssd[rows] == BUSY]
         index.evicting[leaving] = 1
         self._evicting[group] += len(leaving)
@@ -143,58 +141,70 @@ class Evictor:
         room = (self._persist_bytes_max - self._persist_bytes) // self._shapes[group].record_bytes
         return room if self._persist_bytes else max(1, room)
 
-    def _persist(self, row: int, now: float) -> list[PersistJob]:
+    def _persist(self, group: int, rows: Rows, now: float) -> list[PersistJob]:
+        """Write chunks to SSD, as many as the bound and the drives take; the others are counted as dropped."""
         chunks, index = self._chunks, self._chunks.index
-        group = int(index.group[row])
         if chunks.extents is None:
-            count(chunks.counts, "dropped_chunks", 1, "ssd_off")
+            count(chunks.counts, "dropped_chunks", len(rows), "ssd_off")
             return []
-        if self._queue_room(group) <= 0:
-            count(chunks.counts, "dropped_chunks", 1, "persist_queue_full")
+        room = max(0, self._queue_room(group))
+        count(chunks.counts, "dropped_chunks", len(rows[room:]), "persist_queue_full")
+        rows = rows[:room]
+        if not rows.size:
             return []
-        extent, lost = chunks.extents.take(group, now)
+        extents, lost = chunks.extents.take(group, len(rows), now)
         if lost.size:
             chunks.clear_ssd(lost)
             chunks.settle(lost)
             count(chunks.counts, "retired_chunks", len(lost))
-        if extent is None:
-            count(chunks.counts, "dropped_chunks", 1, "ssd_full")
-            return []
-        index.ssd[row] = BUSY
-        index.drive[row], index.segment[row], index.record[row] = extent
-        self._persist_bytes += self._shapes[group].record_bytes
-        slot = Slot(int(index.slab[row]), int(index.cell[row]))
-        job_id, job = self._jobs.begin("persist")
-        job.add(np.array([row], np.int32), np.array([slot], np.int32), np.array([extent], np.int32))
-        return [PersistJob(job_id, group, slot, extent, index.key[row], index.parent[row])]
+        count(chunks.counts, "dropped_chunks", len(rows) - len(extents), "ssd_full")
+        rows = rows[: len(extents)]
+        index.ssd[rows] = BUSY
+        index.drive[rows], index.segment[rows], index.record[rows] = extents.T
+        self._persist_bytes += self._shapes[group].record_bytes * len(rows)
+        slots = np.stack((index.slab[rows], index.cell[rows]), 1).astype(np.int32)
+        persists = []
+        for i, (row, slot, extent) in enumerate(zip(rows.tolist(), slots.tolist(), extents.tolist(), strict=True)):
+            job_id, job = self._jobs.begin("persist")
+            job.rows, job.slots, job.extents = rows[i : i + 1], slots[i : i + 1], extents[i : i + 1]
+            key, parent = index.key[row], index.parent[row]
+            persists.append(PersistJob(job_id, group, Slot(*slot), Extent(*extent), key, parent))
+        return persists
 
-    def end_persist(self, job: Job, now: float) -> None:
-        """A write has ended on all ranks."""
-        chunks, index = self._chunks, self._chunks.index
-        extents = chunks.extents
+    def end_persists(self, jobs: Sequence[Job], now: float) -> None:
+        """Writes have ended on all ranks."""
+        chunks, extents = self._chunks, self._chunks.extents
         assert extents is not None
-        extent = Extent(*job.extents[0].tolist())
-        group = extents.segment(extent).group
-        extents.release(job.extents)
-        self._persist_bytes -= self._shapes[group].record_bytes
-        if job.failed:
-            count(chunks.counts, "errors", 1, job.reason)
-            if job.reason in ("write_failed", "disk_full"):
-                extents.pause(extent.drive, now)
-        if job.stale:
-            self._jobs.give_back(job, chunks.slots)
-            return
-        row, rows = int(job.rows[0]), job.rows
-        if job.failed or index.dram[row] == BAD:
-            chunks.clear_ssd(rows)
-        else:
-            index.ssd[row] = VALID
-            extents.filled(extent, row)
-            count(chunks.counts, "persisted_chunks", 1)
-        if index.evicting[row]:
-            self.rescue(group, rows)
-            assert not index.leases[row]
-            chunks.drop_dram(rows)
+        places = np.concatenate([job.extents for job in jobs])
+        sizes = [self._shapes[extents.group_of(Extent(*place))].record_bytes for place in places.tolist()]
+        self._persist_bytes -= sum(sizes)
+        for job in jobs:
+            if job.failed:
+                count(chunks.counts, "errors", 1, job.reason)
+                if job.reason in ("write_failed", "disk_full"):
+                    extents.pause(int(job.extents[0, 0]), now)
+            if job.stale:
+                self._jobs.give_back(job, chunks.slots)
+        current = [not job.stale for job in jobs]
+        if any(current):
+            failed = np.array([bool(job.failed) for job in jobs])[current]
+            self._persisted(np.concatenate([job.rows for job in jobs if not job.stale]), places[current], failed)
+        extents.release(places)
+
+    def _persisted(self, rows: Rows, places: Ints, failed: Mask) -> None:
+        chunks, index = self._chunks, self._chunks.index
+        assert chunks.extents is not None
+        failed = failed | (index.dram[rows] == BAD)
+        chunks.clear_ssd(rows[failed])
+        index.ssd[rows[~failed]] = VALID
+        chunks.extents.filled(places[~failed], rows[~failed])
+        count(chunks.counts, "persisted_chunks", int((~failed).sum()))
+        leaving = rows[index.evicting[rows] == 1]
+        if leaving.size:
+            for group in range(len(self._shapes)):
+                self.rescue(group, leaving[index.group[leaving] == group])
+            assert not index.leases[leaving].any()
+            chunks.drop_dram(leaving)
         chunks.settle(rows)
 
     def clear(self) -> None:

@@ -60,11 +60,18 @@ class ExtentAllocator:
     def segments(self) -> int:
         return sum(map(len, self._by_drive))
 
-    def take(self, group: int, now: float) -> tuple[Extent | None, Rows]:
-        """A record to write, and the rows that lost their SSD copy to make room. None when no drive can take it."""
+    def take(self, group: int, count: int, now: float) -> tuple[Ints, Rows]:
+        """Records to write as rows of (drive, segment, record), fewer than `count` when no drive takes more, and the
+        rows that lost their SSD copy to make room."""
+        taken: list[Extent] = []
         lost: list[Rows] = []
-        extent = self._take(group, now, lost)
-        return extent, np.concatenate(lost) if lost else NO_ROWS
+        while len(taken) < count and (extent := self._take(group, now, lost)) is not None:
+            taken.append(extent)
+        return np.array(taken, np.int32).reshape(-1, 3), np.concatenate(lost) if lost else NO_ROWS
+
+    def group_of(self, extent: Extent) -> int:
+        """The group of an extent that is in use."""
+        return self.segment(extent).group
 
     def _take(self, group: int, now: float, lost: list[Rows]) -> Extent | None:
         if not self._records[group]:
@@ -105,9 +112,11 @@ class ExtentAllocator:
             del self._open[segment.drive, segment.group]
         self.retired.append((segment.drive, segment.id))
 
-    def filled(self, extent: Extent, row: int) -> None:
-        """The record can be read from now on."""
-        self.segment(extent).rows[extent.record] = row
+    def filled(self, extents: Ints, rows: Rows) -> None:
+        """These records, rows of (drive, segment, record), can be read from now on."""
+        for drive, segment in {(drive, segment) for drive, segment, _ in extents.tolist()}:
+            mine = (extents[:, 0] == drive) & (extents[:, 1] == segment)
+            self._by_drive[drive][segment].rows[extents[mine, 2]] = rows[mine]
 
     def forget(self, extent: Extent) -> None:
         """The record is never read again; its room comes back with its segment."""

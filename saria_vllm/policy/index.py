@@ -102,11 +102,11 @@ class ChunkIndex:
         Chunk keys are hashes over the whole prefix, so a key tells all keys before it. Where every `_STRIDE`th key lies
         as many rows after the one before and the rows between are chained, these are the chunks between.
         """
-        get, count = self.rows[group].get, len(keys)
+        count = len(keys)
         if count <= _STRIDE:
-            return np.fromiter(map(get, keys, itertools.repeat(-1)), np.int32, count)
+            return self.find_each(group, keys)
         samples = np.append(np.arange(0, count - 1, _STRIDE), count - 1)
-        ends = np.fromiter(map(get, [keys[p] for p in samples.tolist()], itertools.repeat(-1)), np.int32, len(samples))
+        ends = self.find_each(group, [keys[p] for p in samples.tolist()])
         lengths = np.diff(samples)
         rows = np.repeat(ends[:-1], lengths) + (np.arange(count - 1) - np.repeat(samples[:-1], lengths))
         rows = np.append(rows, ends[-1]).astype(np.int32)
@@ -115,8 +115,12 @@ class ChunkIndex:
         runs &= np.minimum.reduceat(self.chained[inside], samples[:-1]) == 1
         for run in (~runs).nonzero()[0].tolist():
             low, high = int(samples[run]), int(samples[run + 1])
-            rows[low:high] = np.fromiter(map(get, keys[low:high], itertools.repeat(-1)), np.int32, high - low)
+            rows[low:high] = self.find_each(group, keys[low:high])
         return rows
+
+    def find_each(self, group: int, keys: Sequence[bytes]) -> Rows:
+        """Rows of any keys, -1 where there is none."""
+        return np.fromiter(map(self.rows[group].get, keys, itertools.repeat(-1)), np.int32, len(keys))
 
     def locate(self, prefix: Prefix, first: int, end: int) -> list[Rows]:
         """By group: rows of the prefix's chunks first..end, -1 where there is none. Looks up only what it must."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -52,13 +54,18 @@ class Jobs:
         job = self.live[self._last_id] = Job(kind, self._ranks)
         return self._last_id, job
 
-    def finished(self, result: JobResult) -> Job | None:
-        """Take one rank's result; the job when it was the last one."""
-        job = self.live[result.job_id]
-        job.failed.update(result.failed)
-        job.reason = job.reason or result.reason
-        job.ranks_left -= 1
-        return None if job.ranks_left else self.live.pop(result.job_id)
+    def finished(self, results: Iterable[JobResult]) -> list[Job]:
+        """Take ranks' results; the jobs for which they were the last ones."""
+        ended = []
+        for result in results:
+            job = self.live[result.job_id]
+            if result.failed:
+                job.failed.update(result.failed)
+                job.reason = job.reason or result.reason
+            job.ranks_left -= 1
+            if not job.ranks_left:
+                ended.append(self.live.pop(result.job_id))
+        return ended
 
     def make_stale(self, index: ChunkIndex) -> None:
         """Before the index is cleared: from now on these jobs end without a word to it."""

@@ -70,7 +70,7 @@ class SlotAllocator:
 
     def take(self, group: int, count: int) -> Ints:
         """`count` free slots as rows of (slab, cell), fewer when there are fewer."""
-        partial, places = self._partial[group], []
+        partial, places = self._partial[group], [np.empty((0, 2), np.int32)]
         while count > 0:
             if partial:
                 slab = next(reversed(partial))
@@ -84,27 +84,24 @@ class SlotAllocator:
             cells = self._free_cells[slab]
             taken = cells[-count:]
             del cells[-count:]
-            places += [(slab, cell) for cell in reversed(taken)]
+            places.append(np.array([[slab] * len(taken), taken[::-1]], np.int32).T)
             self._taken[slab, taken] = True
             self._free_in_partial[group] -= len(taken)
             self.used[group] += len(taken)
             count -= len(taken)
             if not cells:
                 del partial[slab]
-        return np.array(places, np.int32).reshape(-1, 2)
+        return np.concatenate(places)
 
     def give_back(self, group: int, slots: Ints) -> None:
         """Return slots, rows of (slab, cell), that were taken for `group`."""
         assert self._taken[slots[:, 0], slots[:, 1]].all()
         self._taken[slots[:, 0], slots[:, 1]] = False
-        by_slab: dict[int, list[int]] = {}
-        for slab, cell in slots.tolist():
-            by_slab.setdefault(slab, []).append(cell)
         self.used[group] -= len(slots)
         self._free_in_partial[group] += len(slots)
-        for slab, returned in by_slab.items():
+        for slab in set(slots[:, 0].tolist()):
             cells = self._free_cells[slab]
-            cells += returned
+            cells += slots[slots[:, 0] == slab, 1].tolist()
             self._partial[group][slab] = None
             if len(cells) == self._cells_per_slab[group]:
                 self._free_in_partial[group] -= len(cells)

@@ -158,11 +158,28 @@ class Tiers:
         Returns:
             The job, or None when there is nothing to copy, and the chunk to go on with.
         """
-        chunks, index = self.chunks, self.chunks.index
+        index = self.chunks.index
         absent = [
             (rows < 0) | ((index.dram[rows] == NONE) & (index.ssd[rows] == NONE))
             for rows in index.locate(prefix, first, end)
         ]
+        return self._plan_copies("store", prefix, first, absent, blocks)
+
+    def plan_promote(self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks) -> tuple[StoreJob | None, int]:
+        """Copy chunks first..end that are on SSD only back to DRAM, as far as there are slots; returns as `plan_store`.
+
+        Their blocks must hold their bytes: they were just loaded.
+        """
+        index = self.chunks.index
+        absent = [
+            (rows >= 0) & (index.dram[rows] == NONE) & (index.ssd[rows] == VALID)
+            for rows in index.locate(prefix, first, end)
+        ]
+        return self._plan_copies("promote", prefix, first, absent, blocks)
+
+    def _plan_copies(
+        self, kind: str, prefix: Prefix, first: int, absent: Sequence[Mask], blocks: ChunkBlocks
+    ) -> tuple[StoreJob | None, int]:
         end = first + self._room_for(absent)
         job_id, job = 0, None
         parts = []
@@ -171,9 +188,9 @@ class Tiers:
             if not wanted.size:
                 continue
             if job is None:
-                job_id, job = self.jobs.begin("store")
-            slots = chunks.slots.take(group, len(wanted))
-            job.add(chunks.fill(group, prefix, wanted + first, slots), slots)
+                job_id, job = self.jobs.begin(kind)
+            slots = self.chunks.slots.take(group, len(wanted))
+            job.add(self.chunks.fill(group, prefix, wanted + first, slots), slots)
             parts.append(StorePart(group, slots, blocks[group][wanted]))
         return (None if job is None else StoreJob(job_id, tuple(parts))), end
 
@@ -205,7 +222,7 @@ class Tiers:
         if job.failed:
             count(chunks.counts, "errors", len(job.failed), job.reason)
         elif not job.stale:
-            count(chunks.counts, "stored_chunks", len(job.rows))
+            count(chunks.counts, "stored_chunks" if job.kind == "store" else "promoted_chunks", len(job.rows))
 
     def touch(self, prefix: Prefix, end: int, reused: int) -> None:
         """Make chunks 0..end of a request recent, children first, and count a reuse of those before `reused`."""
@@ -224,18 +241,20 @@ class Tiers:
         """Evict from DRAM until the headroom is there or on its way, and persist what admission wants."""
         return self.evictor.make_room(now)
 
-    def finished(self, result: JobResult, now: float) -> bool:
-        """Take one rank's result. True when it was the last one and the job has ended."""
-        job = self.jobs.finished(result)
-        if job is None:
-            return False
-        if job.kind == "load":
-            self._end_load(job)
-        elif job.kind == "store":
-            self._end_store(job)
-        else:
-            self.evictor.end_persist(job, now)
-        return True
+    def finished(self, results: Iterable[JobResult], now: float) -> int:
+        """Take ranks' results, of each job at most one per rank. Returns how many jobs ended with them."""
+        jobs = self.jobs.finished(results)
+        persists = []
+        for job in jobs:
+            if job.kind == "load":
+                self._end_load(job)
+            elif job.kind == "persist":
+                persists.append(job)
+            else:
+                self._end_store(job)
+        if persists:
+            self.evictor.end_persists(persists, now)
+        return len(jobs)
 
     # Recovery and reset.
 
@@ -272,6 +291,6 @@ class Tiers:
         self.evictor.check()
         leased = [job.rows for job in self.jobs.live.values() if job.kind == "load" and not job.stale]
         assert int(index.leases.sum()) == sum(map(len, leased))
-        busy = [job.rows for job in self.jobs.live.values() if job.kind == "store" and not job.stale]
+        busy = [job.rows for job in self.jobs.live.values() if job.kind in ("store", "promote") and not job.stale]
         filling = np.concatenate(busy) if busy else NO_ROWS
         assert set((index.dram == BUSY).nonzero()[0].tolist()) == set(filling.tolist())

@@ -365,7 +365,7 @@ class TiersMachine(RuleBasedStateMachine):
         flight.ranks_left.remove(rank)
         flight.failed |= failed
         result = JobResult(job.job_id, tuple(sorted(failed)), "checksum" if failed else "")
-        ended = self.tiers.finished(result, self.now)
+        ended = self.tiers.finished([result], self.now) == 1
         assert ended == (not flight.ranks_left)
         if ended:
             del self.flights[job.job_id]

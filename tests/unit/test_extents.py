@@ -15,11 +15,16 @@ def places(*extents: Extent | None) -> Ints:
 
 def write(extents: ExtentAllocator, row: int, group: int = 0, now: float = 0.0) -> tuple[Extent | None, list[int]]:
     """One write that ends well at once."""
-    extent, lost = extents.take(group, now)
-    if extent is not None:
-        extents.filled(extent, row)
-        extents.release(places(extent))
-    return extent, lost.tolist()
+    taken, lost = extents.take(group, 1, now)
+    if len(taken):
+        extents.filled(taken, np.array([row], np.int32))
+        extents.release(taken)
+    return Extent(*taken[0].tolist()) if len(taken) else None, lost.tolist()
+
+
+def take(extents: ExtentAllocator, group: int, now: float) -> Extent | None:
+    taken, _ = extents.take(group, 1, now)
+    return Extent(*taken[0].tolist()) if len(taken) else None
 
 
 def test_segments_are_filled_in_order_and_ids_never_repeat() -> None:
@@ -73,14 +78,14 @@ def test_a_leased_segment_is_passed_over_and_the_next_oldest_goes() -> None:
 
 def test_nothing_is_written_while_every_segment_is_busy() -> None:
     extents = ExtentAllocator(1, 2, [1])
-    first, _ = extents.take(0, 0.0)
+    first = take(extents, 0, 0.0)
     assert first is not None
-    second, _ = extents.take(0, 0.0)
+    second = take(extents, 0, 0.0)
     assert second is not None
-    assert extents.take(0, 0.0)[0] is None
+    assert take(extents, 0, 0.0) is None
     assert extents.retired == []
     extents.release(places(first))
-    assert extents.take(0, 0.0)[0] == Extent(0, 2, 0)
+    assert take(extents, 0, 0.0) == Extent(0, 2, 0)
 
 
 def test_the_open_segment_of_another_group_is_retired_last() -> None:
@@ -104,17 +109,17 @@ def test_a_drive_that_failed_a_write_is_paused() -> None:
     assert {place.drive for place in places if place} == {0, 1}
     extents.pause(0, now=200.0)
     extents.pause(1, now=200.0)
-    assert extents.take(0, 200.0)[0] is None
+    assert take(extents, 0, 200.0) is None
 
 
 def test_a_group_whose_record_does_not_fit_a_segment_is_not_written() -> None:
     extents = ExtentAllocator(1, 2, [0, 1])
-    assert extents.take(0, 0.0)[0] is None
-    assert extents.take(1, 0.0)[0] is not None
+    assert take(extents, 0, 0.0) is None
+    assert take(extents, 1, 0.0) is not None
 
 
 def test_a_cap_of_no_segments_takes_nothing() -> None:
-    assert ExtentAllocator(1, 0, [4]).take(0, 0.0)[0] is None
+    assert take(ExtentAllocator(1, 0, [4]), 0, 0.0) is None
 
 
 def test_adopted_segments_are_read_not_filled_and_retired_by_age() -> None:
@@ -174,14 +179,14 @@ def test_reset_retires_idle_segments_at_once_and_busy_ones_with_their_last_job()
     extents = ExtentAllocator(1, 3, [2])
     for row in range(2):
         write(extents, row)
-    busy, _ = extents.take(0, 0.0)
-    again, _ = extents.take(0, 0.0)
+    busy = take(extents, 0, 0.0)
+    again = take(extents, 0, 0.0)
     assert busy is not None
     assert again is not None
     fresh = extents.drop_all([busy, again])
     assert fresh.retired == [(0, 0)]
     assert fresh.segments() == 1
-    extent, _ = fresh.take(0, 0.0)
+    extent = take(fresh, 0, 0.0)
     assert extent == Extent(0, 2, 0), "an old segment is not filled on and its id not used again"
     fresh.release(places(busy))
     assert fresh.retired == [(0, 0)]
@@ -197,13 +202,13 @@ def test_a_pause_and_undrained_retirements_survive_a_reset() -> None:
     extents.pause(0, now=50.0)
     fresh = extents.drop_all([])
     assert fresh.retired == [(0, 0), (0, 1)]
-    assert fresh.take(0, 51.0)[0] is None
+    assert take(fresh, 0, 51.0) is None
 
 
 def test_a_drive_left_out_gets_nothing_and_loses_nothing() -> None:
     extents = ExtentAllocator(2, 4, [2])
     extents.leave_out(1)
-    assert {extents.take(0, 1e9)[0].drive for _ in range(6)} == {0}  # type: ignore[union-attr]
+    assert {take(extents, 0, 1e9).drive for _ in range(6)} == {0}  # type: ignore[union-attr]
     assert not extents.adopt(Extent(1, 50, 0), 0, 7)
     extents.end_adoption(60, [(1, 50), (0, 51)])
     assert extents.retired == [(0, 51)], "what other ranks have on the drive stays"

@@ -36,9 +36,9 @@ from tier_steps import (
 def test_a_store_is_offered_only_when_every_rank_has_ended() -> None:
     tiers = make_tiers(ranks=2)
     job = plan_store(tiers, KEYS[:3])
-    assert not tiers.finished(JobResult(job.job_id), 0.0)
+    assert not tiers.finished([JobResult(job.job_id)], 0.0)
     assert match(tiers, KEYS, 0, 12) == 0
-    assert tiers.finished(JobResult(job.job_id), 0.0)
+    assert tiers.finished([JobResult(job.job_id)], 0.0)
     assert match(tiers, KEYS, 0, 12) == 3
     assert match(tiers, KEYS, 1, 2) == 2
     assert match(tiers, KEYS, 5, 12) == 5
@@ -70,8 +70,8 @@ def test_a_store_goes_as_far_as_there_are_slots_and_goes_on_later() -> None:
 def test_a_failed_store_on_one_rank_stores_nothing() -> None:
     tiers = make_tiers(ranks=2)
     job = plan_store(tiers, KEYS[:3])
-    tiers.finished(JobResult(job.job_id, (1,), "other"), 0.0)
-    tiers.finished(JobResult(job.job_id), 0.0)
+    tiers.finished([JobResult(job.job_id, (1,), "other")], 0.0)
+    tiers.finished([JobResult(job.job_id)], 0.0)
     tiers.check()
     assert match(tiers, KEYS, 0, 3) == 0
     assert tiers.chunks.slots.used == [0]
@@ -398,8 +398,8 @@ def test_a_chunk_that_failed_to_load_from_ssd_is_not_offered_again() -> None:
     evict_all(tiers)
     load = plan_load(tiers, KEYS[:3])
     assert all(item.extent is not None for item in load.items)
-    tiers.finished(JobResult(load.job_id, (1,), "checksum"), 0.0)
-    tiers.finished(JobResult(load.job_id), 0.0)
+    tiers.finished([JobResult(load.job_id, (1,), "checksum")], 0.0)
+    tiers.finished([JobResult(load.job_id)], 0.0)
     tiers.check()
     assert match(tiers, KEYS, 0, 3) == 1
     assert match(tiers, KEYS, 2, 3) == 3
@@ -478,7 +478,7 @@ def test_two_groups_are_stored_and_offered_together(ranks: int) -> None:
     end(tiers, *[job] * ranks)
     load = plan_load(tiers, KEYS[:3])
     end(tiers, *[load] * (ranks - 1))
-    tiers.finished(JobResult(load.job_id, (4,), "checksum"), 0.0)
+    tiers.finished([JobResult(load.job_id, (4,), "checksum")], 0.0)
     tiers.check()
     assert match(tiers, KEYS, 0, 3) == 1, "group 1 lost its second chunk"
     again = plan_store(tiers, KEYS[:3])

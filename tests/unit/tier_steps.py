@@ -87,7 +87,7 @@ def end(
     reason: str = "checksum",
 ) -> None:
     for job in jobs:
-        tiers.finished(JobResult(job.job_id, failed, reason if failed else ""), now)
+        tiers.finished([JobResult(job.job_id, failed, reason if failed else "")], now)
         tiers.check()
 
 

@@ -1,0 +1,217 @@
+"""Replay a trace through the policy code that the connector runs: hits, SSD writes and, with a hardware profile, time.
+
+Sizes are tokens. Without --admission the shipped default runs; with several, each gets a row and an offline oracle is
+added: what somebody who knew the future would reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import msgspec
+
+from saria_vllm.config import AdmissionConfig, AdmissionPolicy
+from saria_vllm.errors import ConfigError
+from saria_vllm.sim.arrivals import arrivals_with_ids, starts
+from saria_vllm.sim.formats import Trace, read_trace
+from saria_vllm.sim.oracle import Oracle
+from saria_vllm.sim.profiles import HARDWARE, MODELS, hardware, model
+from saria_vllm.sim.simulator import Arrival, SimConfig, SimRequest, Simulator
+from saria_vllm.sim.timing import drive_life_years, tb_per_day, time_requests
+
+GHOSTS_UNBOUNDED = 1 << 40
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace", required=True, help="trace file: WEKA, Mooncake, TraceLab or recorded by the connector"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="count malformed lines and go on")
+    parser.add_argument("--sessions", type=int, default=0, help="only the first N sessions")
+    parser.add_argument("--starts", default="4h", help="sessions start within this time, as 4h, 90m, 30s (default 4h)")
+    parser.add_argument("--start-seed", type=int, default=1)
+    parser.add_argument("--chunk-tokens", type=int, default=64)
+    parser.add_argument("--dram-tokens", type=int, required=True)
+    parser.add_argument("--ssd-tokens", type=int, default=0)
+    parser.add_argument(
+        "--admission",
+        action="append",
+        default=[],
+        metavar="P[:KEY=VALUE,...]",
+        help=f"one of {', '.join(get_args(AdmissionPolicy))}; may be given several times",
+    )
+    parser.add_argument("--promotion", type=float, default=1.0, help="share of a hit that belongs in DRAM, 0 to 1")
+    parser.add_argument("--ssd-eviction", choices=["lru", "segment"], default="lru", help="segment is what serves")
+    parser.add_argument("--hardware", help=f"one of {', '.join(HARDWARE)}")
+    parser.add_argument("--model", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--plot", metavar="PNG", help="a picture of hit rates and writes")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    trace = read_trace(arguments.trace, skip_bad=arguments.skip_bad)
+    if arguments.sessions:
+        trace = trace._replace(sessions=trace.sessions[: arguments.sessions])
+    if trace.skipped:
+        print(f"skipped {trace.skipped} malformed lines", file=sys.stderr)
+    names = arguments.admission or ["default"]
+    rows = [_row(arguments, trace, name) for name in (*names, *(["oracle"] if len(names) > 1 else []))]
+    if arguments.plot:
+        _plot(rows, arguments.plot)
+    if arguments.json:
+        print(msgspec.json.encode(rows[0] if len(rows) == 1 else {"rows": rows}).decode())
+    else:
+        print(_table(rows))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for key, low in (("chunk_tokens", 1), ("dram_tokens", 1), ("ssd_tokens", 0), ("sessions", 0), ("start_seed", 0)):
+        if getattr(arguments, key) < low:
+            raise ConfigError(
+                f"--{key.replace('_', '-')} {getattr(arguments, key)}: expected a number of at least {low}"
+            )
+    if arguments.dram_tokens < arguments.chunk_tokens:
+        raise ConfigError(
+            f"--dram-tokens {arguments.dram_tokens}: expected at least a chunk of {arguments.chunk_tokens}"
+        )
+    if not 0 <= arguments.promotion <= 1:
+        raise ConfigError(f"--promotion {arguments.promotion}: expected a share from 0 to 1")
+    if (arguments.hardware is None) != (arguments.model is None):
+        raise ConfigError("--hardware and --model: expected both or neither")
+    if arguments.hardware:
+        hardware(arguments.hardware)
+        model(arguments.model)
+    parse_seconds(arguments.starts)
+    for name in arguments.admission:
+        parse_admission(name)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as "4h"."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+    if match is None:
+        raise ConfigError(f"--starts {text}: expected a number with a unit ({', '.join(_UNITS)}), such as 4h")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def parse_admission(text: str) -> AdmissionConfig:
+    """The configuration of "NAME" or "NAME:KEY=VALUE,..."; ghosts are unbounded unless said otherwise."""
+    if text == "default":
+        return AdmissionConfig(ghosts_max=GHOSTS_UNBOUNDED)
+    policy, _, rest = text.partition(":")
+    if policy not in get_args(AdmissionPolicy):
+        raise ConfigError(f"--admission {policy}: unknown policy; choose one of {', '.join(get_args(AdmissionPolicy))}")
+    settings: dict[str, Any] = {"ghosts_max": GHOSTS_UNBOUNDED}
+    for pair in filter(None, rest.split(",")):
+        key, _, value = pair.partition("=")
+        settings[key] = value
+    try:
+        return msgspec.convert({"policy": policy, **settings}, AdmissionConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--admission {text}: {error}") from None
+
+
+def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, Any]:
+    start_s = starts(len(trace.sessions), parse_seconds(arguments.starts), arguments.start_seed)
+
+    def stream() -> Iterator[Arrival]:
+        return arrivals_with_ids(trace, start_s, arguments.chunk_tokens)
+
+    admission = parse_admission("saria" if name == "oracle" else name)
+    config = SimConfig(
+        arguments.chunk_tokens, arguments.dram_tokens, arguments.ssd_tokens, admission, arguments.promotion,
+        arguments.ssd_eviction,
+    )  # fmt: skip
+    simulator = Simulator(config, Oracle(stream()) if name == "oracle" else None)
+    total = sum(len(session.requests) for session in trace.sessions)
+    served = list(_progress(simulator.run(stream()), total, name))
+    row: dict[str, Any] = {"admission": admission.policy if name == "default" else name, **simulator.result.rates()}
+    if arguments.hardware:
+        row.update(_time(arguments, served, row["ssd_write_tokens"]))
+    return row
+
+
+def _time(arguments: argparse.Namespace, served: list[SimRequest], written_tokens: int) -> dict[str, Any]:
+    machine, served_model = hardware(arguments.hardware), model(arguments.model)
+    times = msgspec.structs.asdict(time_requests(served, machine, served_model))
+    seconds = served[-1].time_s - served[0].time_s if served else 0.0
+    tb_day = tb_per_day(written_tokens * served_model.kv_bytes_token, seconds)
+    life = drive_life_years(tb_day, machine.drives * machine.drive_bytes, machine.drive_dwpd)
+    return {
+        **times,
+        "kv_bytes_token": served_model.kv_bytes_token,
+        "ssd_tb_per_day": tb_day,
+        "drive_life_years": life if life != float("inf") else None,
+    }
+
+
+def _progress(served: Iterator[SimRequest], total: int, name: str) -> Iterator[SimRequest]:
+    """Pass on, and tell on standard error how far it is when that takes long."""
+    said = time.monotonic()
+    for number, request in enumerate(served):
+        if time.monotonic() - said > 2:
+            said = time.monotonic()
+            print(f"{name}: {100 * number // total} % of {total} requests", file=sys.stderr)
+        yield request
+
+
+_COLUMNS = {
+    "admission": ("admission", "{}"),
+    "hit_rate": ("hit", "{:.1%}"),
+    "dram_hit_rate": ("DRAM", "{:.1%}"),
+    "ssd_hit_rate": ("SSD", "{:.1%}"),
+    "ssd_write_tokens": ("written tokens", "{:,.0f}"),
+    "ssd_writes_never_read_fraction": ("never read", "{:.1%}"),
+    "dram_only_request_fraction": ("DRAM-only hits", "{:.1%}"),
+    "ttft_mean_s": ("TTFT mean s", "{:.2f}"),
+    "ttft_p99_s": ("p99 s", "{:.2f}"),
+    "reload_mean_s": ("reload mean s", "{:.3f}"),
+    "ssd_tb_per_day": ("TB/day", "{:.1f}"),
+    "drive_life_years": ("drive life years", "{:.1f}"),
+}
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    columns = [key for key in _COLUMNS if key in rows[0]]
+    cells = [[_COLUMNS[key][0] for key in columns]]
+    cells += [["-" if row[key] is None else _COLUMNS[key][1].format(row[key]) for key in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    )
+
+
+def _plot(rows: list[dict[str, Any]], path: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'saria-vllm[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (hits, writes) = pyplot.subplots(1, 2, figsize=(10, 4))
+    names = [row["admission"] for row in rows]
+    dram = [100 * row["dram_hit_rate"] for row in rows]
+    hits.bar(names, dram, label="DRAM")
+    hits.bar(names, [100 * row["ssd_hit_rate"] for row in rows], bottom=dram, label="SSD")
+    hits.set_ylabel("hit tokens, % of prompt tokens")
+    hits.legend()
+    writes.bar(names, [row["ssd_write_tokens"] / 1e6 for row in rows])
+    writes.set_ylabel("written to SSD, million tokens")
+    for axis in (hits, writes):
+        axis.tick_params(axis="x", rotation=30)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
