@@ -14,7 +14,7 @@ class Metric(NamedTuple):
 
 TIERS = ("dram", "ssd")
 ERROR_REASONS = ("read_failed", "checksum", "not_found", "write_failed", "disk_full", "stale", "deadline", "other")
-DROP_REASONS = ("no_slot", "hold_limit", "persist_queue_full", "ssd_full", "ssd_off", "not_admitted")
+DROP_REASONS = ("no_slot", "hold_limit", "persist_queue_full", "ssd_full", "ssd_off", "over_budget", "not_admitted")
 
 COUNTERS: dict[str, Metric] = {
     "hit_tokens": Metric("Prompt tokens loaded into HBM from a tier", "tier", TIERS),

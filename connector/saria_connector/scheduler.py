@@ -193,7 +193,7 @@ class SchedulerSide:
         state.scheduled, state.retried, state.wait_until = False, False, 0.0
         if external <= 0:
             if not any(state.sources):  # All of the hit is in HBM: what is stored next goes behind a recent prefix.
-                self.tiers.touch(state.prefix, state.hit_end, 0)
+                self.tiers.touch(state.prefix, state.hit_end, 0, self._clock())
             return True
         computed, end_tokens = state.asked_computed, state.asked_computed + external
         first, end = computed // self._chunk_tokens, -(-end_tokens // self._chunk_tokens)
@@ -203,7 +203,7 @@ class SchedulerSide:
             for table in tables
         ]
         state.sources = self.tiers.tier_tokens(state.prefix, first, end)
-        job = self.tiers.plan_load(request.request_id, state.prefix, first, end, chunks)
+        job = self.tiers.plan_load(request.request_id, state.prefix, first, end, chunks, self._clock())
         self._loads.append((self.ssd.generation, job))
         return True
 
@@ -255,7 +255,7 @@ class SchedulerSide:
             if end <= first:
                 return
             chunks = [self._chunk_blocks(table, first, end, 0, blocks_max) for table in tables]
-            job, state.stored = self.tiers.plan_store(prefix, first, end, chunks)
+            job, state.stored = self.tiers.plan_store(prefix, first, end, chunks, self._clock())
             if job is not None:
                 self._hold(job)
             if state.stored < end:
@@ -286,7 +286,7 @@ class SchedulerSide:
             if left > 0 and min(map(len, block_ids)):
                 reason = "no_slot" if self._chunks_to_hold() else "hold_limit"
                 count(self.tiers.chunks.counts, "dropped_chunks", left, reason)
-        self.tiers.touch(state.prefix, len(state.prefix.keys), state.hit_end)
+        self.tiers.touch(state.prefix, len(state.prefix.keys), state.hit_end, self._clock())
 
     # Once per step.
 

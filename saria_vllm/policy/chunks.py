@@ -30,15 +30,16 @@ class Chunks:
         self.counts: Counts = {}
         self._epoch = 0
 
-    def touch(self, group: int, rows: Rows, depths: Column) -> None:
+    def touch(self, group: int, rows: Rows, depths: Column, now: float) -> None:
         """Rows of one prefix, parents first, become the most recent."""
         index = self.index
         self._epoch += 1
         index.epoch[rows] = self._epoch
         index.depth[rows] = depths
+        index.touched[rows] = now
         self.recency[group].put(rows[index.dram[rows] != NONE][::-1])
 
-    def fill(self, group: int, prefix: Prefix, positions: Column, slots: Ints) -> Rows:
+    def fill(self, group: int, prefix: Prefix, positions: Column, slots: Ints, now: float) -> Rows:
         """Chunks that no tier holds are being stored in these slots. Returns their rows.
 
         They are as recent as the chunk before them, and older where that is of the same moment.
@@ -55,6 +56,7 @@ class Chunks:
         index.dram[rows] = BUSY
         index.slab[rows], index.cell[rows] = slots[:, 0], slots[:, 1]
         index.depth[rows] = positions
+        index.touched[rows] = now
         epochs = index.epoch[span]
         epochs[positions - start] = 0
         if not epochs[0]:

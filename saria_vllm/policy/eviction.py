@@ -9,6 +9,7 @@ import numpy as np
 from saria_vllm.metrics import count
 from saria_vllm.policy.admission import ADMITS, REASONS, Admission, Reasons
 from saria_vllm.policy.chunks import Chunks
+from saria_vllm.policy.endurance import Governor
 from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Rows
 from saria_vllm.policy.jobs import Job, Jobs
 from saria_vllm.types import Extent, GroupShape, Ints, PersistJob, Slot
@@ -25,9 +26,12 @@ class Evictor:
         admission: Admission,
         headroom: Sequence[int],
         persist_bytes_max: int,
+        ranks: int,
     ) -> None:
         self._shapes, self._chunks, self._jobs, self._admission = shapes, chunks, jobs, admission
-        self._headroom = list(headroom)
+        self._headroom, self._ranks = list(headroom), ranks
+        self.governor: Governor | None = None
+        """Bounds what is written per day; none: no bound."""
         self._persist_bytes_max, self._persist_bytes = persist_bytes_max, 0
         self._evicting = [0] * len(shapes)
         """Slots that writes in flight will free, by group."""
@@ -150,6 +154,11 @@ class Evictor:
         room = max(0, self._queue_room(group))
         count(chunks.counts, "dropped_chunks", len(rows[room:]), "persist_queue_full")
         rows = rows[:room]
+        written_bytes = self._shapes[group].record_bytes * self._ranks
+        if self.governor is not None:
+            allowed = self.governor.room(now) // written_bytes
+            count(chunks.counts, "dropped_chunks", len(rows[allowed:]), "over_budget")
+            rows = rows[:allowed]
         if not rows.size:
             return []
         extents, lost = chunks.extents.take(group, len(rows), now)
@@ -159,6 +168,8 @@ class Evictor:
             count(chunks.counts, "retired_chunks", len(lost))
         count(chunks.counts, "dropped_chunks", len(rows) - len(extents), "ssd_full")
         rows = rows[: len(extents)]
+        if self.governor is not None:
+            self.governor.spend(written_bytes * len(rows), now)
         index.ssd[rows] = BUSY
         index.drive[rows], index.segment[rows], index.record[rows] = extents.T
         self._persist_bytes += self._shapes[group].record_bytes * len(rows)

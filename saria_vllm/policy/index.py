@@ -28,12 +28,12 @@ NO_ROWS: Rows = np.empty(0, np.int32)
 _STRIDE = 64
 """Every so many keys of a prefix are looked up, as long as the chunks between lie in a row."""
 
-_COLUMNS: dict[str, tuple[type[np.integer], int]] = {
+_COLUMNS: dict[str, tuple[type[np.number], int]] = {
     "group": (np.uint8, 0), "dram": (np.uint8, NONE), "ssd": (np.uint8, NONE), "evicting": (np.uint8, 0),
     "slab": (np.int32, -1), "cell": (np.int32, -1), "drive": (np.int8, -1), "segment": (np.int32, -1),
     "record": (np.int32, -1), "leases": (np.int16, 0), "evictions": (np.uint8, 0), "reuses": (np.uint16, 0),
     "epoch": (np.int32, 0), "depth": (np.int32, 0), "ghost": (np.int32, 0), "uses": (np.int32, 0),
-    "chained": (np.uint8, 0),
+    "chained": (np.uint8, 0), "touched": (np.float32, 0),
 }  # fmt: skip
 
 
@@ -76,6 +76,8 @@ class ChunkIndex:
     reuses: Column
     epoch: Column
     """When it was last touched: a number that `Recency` gives out, 0 for never."""
+    touched: npt.NDArray[np.float32]
+    """Time of the last touch, in seconds."""
     depth: Column
     """Position in the prefix, in chunks."""
     ghost: Column

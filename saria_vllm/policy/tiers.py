@@ -67,7 +67,7 @@ class Tiers:
         self.shapes = list(shapes)
         self.chunks = Chunks(len(self.shapes), slots, extents, ghosts_max)
         self.jobs = Jobs(ranks)
-        self.evictor = Evictor(self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max)
+        self.evictor = Evictor(self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks)
         self._tokens = self.shapes[0].block_tokens * self.shapes[0].blocks_per_chunk
 
     # Questions.
@@ -101,9 +101,11 @@ class Tiers:
 
     # Loads.
 
-    def plan_load(self, request_id: str, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks) -> LoadJob:
+    def plan_load(
+        self, request_id: str, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
+    ) -> LoadJob:
         """Lease and load chunks first..end, which `match` has just offered, and make the whole prefix recent."""
-        self.touch(prefix, end, 0)
+        self.touch(prefix, end, 0, now)
         index = self.chunks.index
         job_id, job = self.jobs.begin("load")
         keys, parts = tuple(prefix.keys[first:end]), []
@@ -152,7 +154,9 @@ class Tiers:
 
     # Stores.
 
-    def plan_store(self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks) -> tuple[StoreJob | None, int]:
+    def plan_store(
+        self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
+    ) -> tuple[StoreJob | None, int]:
         """Store chunks first..end that no tier holds, as far as there are slots.
 
         Returns:
@@ -163,9 +167,11 @@ class Tiers:
             (rows < 0) | ((index.dram[rows] == NONE) & (index.ssd[rows] == NONE))
             for rows in index.locate(prefix, first, end)
         ]
-        return self._plan_copies("store", prefix, first, absent, blocks)
+        return self._plan_copies("store", prefix, first, absent, blocks, now)
 
-    def plan_promote(self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks) -> tuple[StoreJob | None, int]:
+    def plan_promote(
+        self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
+    ) -> tuple[StoreJob | None, int]:
         """Copy chunks first..end that are on SSD only back to DRAM, as far as there are slots; returns as `plan_store`.
 
         Their blocks must hold their bytes: they were just loaded.
@@ -175,10 +181,10 @@ class Tiers:
             (rows >= 0) & (index.dram[rows] == NONE) & (index.ssd[rows] == VALID)
             for rows in index.locate(prefix, first, end)
         ]
-        return self._plan_copies("promote", prefix, first, absent, blocks)
+        return self._plan_copies("promote", prefix, first, absent, blocks, now)
 
     def _plan_copies(
-        self, kind: str, prefix: Prefix, first: int, absent: Sequence[Mask], blocks: ChunkBlocks
+        self, kind: str, prefix: Prefix, first: int, absent: Sequence[Mask], blocks: ChunkBlocks, now: float
     ) -> tuple[StoreJob | None, int]:
         end = first + self._room_for(absent)
         job_id, job = 0, None
@@ -190,7 +196,7 @@ class Tiers:
             if job is None:
                 job_id, job = self.jobs.begin(kind)
             slots = self.chunks.slots.take(group, len(wanted))
-            job.add(self.chunks.fill(group, prefix, wanted + first, slots), slots)
+            job.add(self.chunks.fill(group, prefix, wanted + first, slots, now), slots)
             parts.append(StorePart(group, slots, blocks[group][wanted]))
         return (None if job is None else StoreJob(job_id, tuple(parts))), end
 
@@ -224,12 +230,12 @@ class Tiers:
         elif not job.stale:
             count(chunks.counts, "stored_chunks" if job.kind == "store" else "promoted_chunks", len(job.rows))
 
-    def touch(self, prefix: Prefix, end: int, reused: int) -> None:
+    def touch(self, prefix: Prefix, end: int, reused: int, now: float) -> None:
         """Make chunks 0..end of a request recent, children first, and count a reuse of those before `reused`."""
         index = self.chunks.index
         for group, rows in enumerate(index.locate(prefix, 0, end)):
             known = rows >= 0
-            self.chunks.touch(group, rows[known], known.nonzero()[0])
+            self.chunks.touch(group, rows[known], known.nonzero()[0], now)
             used = rows[:reused][known[:reused]]
             if used.size:
                 index.reuses[used] = np.minimum(index.reuses[used], 0xFFFE) + 1

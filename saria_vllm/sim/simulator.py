@@ -151,18 +151,15 @@ class Simulator:
         hit = tiers.match(prefix, 0, end)
         dram, ssd = tiers.tier_tokens(prefix, 0, hit)
         if hit:
-            job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)])
+            job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)], time_s)
             tiers.finished([JobResult(job.job_id)], time_s)
         if ssd:
             rows = tiers.chunks.index.locate(prefix, 0, hit)[0]
-            from_ssd = (tiers.chunks.index.dram[rows] != VALID).nonzero()[0]
-            self._note_reads(rows[from_ssd])
-            promote = chunks_to_promote(hit - len(from_ssd), len(from_ssd), self.config.promotion)
-            if promote:
-                self._copy(tiers.plan_promote, prefix, 0, int(from_ssd[promote - 1]) + 1, time_s)
+            self._note_reads(rows[tiers.chunks.index.dram[rows] != VALID])
         if hit < end:
             self._copy(tiers.plan_store, prefix, hit, end, time_s)
-        tiers.touch(prefix, end, hit)
+        self._promote(prefix, end, time_s)
+        tiers.touch(prefix, end, hit, time_s)
         self._make_room(time_s)
         if self._refresh_all and self._lru is not None:
             rows = tiers.chunks.index.locate(prefix, 0, end)[0]
@@ -176,10 +173,19 @@ class Simulator:
         result.chunk_accesses += end
         return SimRequest(time_s, prompt_tokens, dram, ssd)
 
+    def _promote(self, prefix: Prefix, end: int, time_s: float) -> None:
+        """Copy to DRAM what only SSD has, as far as promotion wants. All of it is in HBM now, loaded or computed."""
+        index = self.tiers.chunks.index
+        rows = index.locate(prefix, 0, end)[0]
+        on_ssd_only = ((rows >= 0) & (index.dram[rows] != VALID) & (index.ssd[rows] == VALID)).nonzero()[0]
+        promote = chunks_to_promote(end - len(on_ssd_only), len(on_ssd_only), self.config.promotion)
+        if promote:
+            self._copy(self.tiers.plan_promote, prefix, 0, int(on_ssd_only[promote - 1]) + 1, time_s)
+
     def _copy(self, plan: _Plan, prefix: Prefix, first: int, end: int, time_s: float) -> None:
         """Copy chunks into DRAM, and make room, until all are there or none can be evicted any more."""
         while first < end:
-            job, went_on = plan(prefix, first, end, [_blocks(end - first)])
+            job, went_on = plan(prefix, first, end, [_blocks(end - first)], time_s)
             if job is not None:
                 self.tiers.finished([JobResult(job.job_id)], time_s)
             self._make_room(time_s)
@@ -210,7 +216,7 @@ class Simulator:
         self._unread[rows] = False
 
 
-_Plan = Callable[[Prefix, int, int, list[Ints]], tuple[StoreJob | None, int]]
+_Plan = Callable[[Prefix, int, int, list[Ints], float], tuple[StoreJob | None, int]]
 
 
 def key_of(number: int) -> bytes:

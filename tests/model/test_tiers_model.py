@@ -185,7 +185,7 @@ class TiersMachine(RuleBasedStateMachine):
             if Chunk(g, path[i]) not in self.dram and Chunk(g, path[i]) not in self.ssd
         ]
         used = self.slots_in_use()
-        job, went_on = self.tiers.plan_store(self.prefix(path), first, end, blocks)
+        job, went_on = self.tiers.plan_store(self.prefix(path), first, end, blocks, self.now)
         assert first <= went_on <= end
         planned = [Chunk(item.group, path[first + item.blocks[0] % 1000]) for item in job.items] if job else []
         assert planned == [chunk for chunk in expected if path.index(chunk.key) < went_on]
@@ -210,7 +210,7 @@ class TiersMachine(RuleBasedStateMachine):
             return
         dram_tokens, ssd_tokens = self.tiers.tier_tokens(self.prefix(path), first, end)
         blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
-        job = self.tiers.plan_load("request", self.prefix(path), first, end, blocks)
+        job = self.tiers.plan_load("request", self.prefix(path), first, end, blocks, self.now)
         assert [(item.group, item.key) for item in job.items] == [
             (g, key) for g in range(self.groups) for key in path[first:end]
         ]
@@ -237,7 +237,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(path=st.sampled_from(PATHS), reused=st.integers(0, 6))
     def touch(self, path: list[bytes], reused: int) -> None:
-        self.tiers.touch(self.prefix(path), len(path), min(reused, len(path)))
+        self.tiers.touch(self.prefix(path), len(path), min(reused, len(path)), self.now)
         self.touched(path, len(path))
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 20.0]))

@@ -47,7 +47,7 @@ def test_a_store_is_offered_only_when_every_rank_has_ended() -> None:
 def test_what_is_known_or_on_its_way_is_not_stored_again() -> None:
     tiers = make_tiers()
     job = plan_store(tiers, KEYS[:3])
-    assert tiers.plan_store(Prefix(KEYS), 0, 3, blocks(0, 3)) == (None, 3)
+    assert tiers.plan_store(Prefix(KEYS), 0, 3, blocks(0, 3), 0.0) == (None, 3)
     second = plan_store(tiers, KEYS[:5])
     assert [item.blocks for item in second.items] == [(3,), (4,)]
     end(tiers, job, second)
@@ -56,14 +56,14 @@ def test_what_is_known_or_on_its_way_is_not_stored_again() -> None:
 
 def test_a_store_goes_as_far_as_there_are_slots_and_goes_on_later() -> None:
     tiers = make_tiers(4, admission=DRAM_ONLY)
-    job, went_on = tiers.plan_store(Prefix(KEYS), 0, 6, blocks(0, 6))
+    job, went_on = tiers.plan_store(Prefix(KEYS), 0, 6, blocks(0, 6), 0.0)
     assert job is not None
     assert (len(job.items), went_on) == (4, 4)
-    assert tiers.plan_store(Prefix(KEYS), 4, 6, blocks(4, 6)) == (None, 4)
+    assert tiers.plan_store(Prefix(KEYS), 4, 6, blocks(4, 6), 0.0) == (None, 4)
     assert tiers.make_room(0.0) == []
     end(tiers, job)
     tiers.make_room(0.0)
-    _, went_on = tiers.plan_store(Prefix(KEYS), 4, 6, blocks(4, 6))
+    _, went_on = tiers.plan_store(Prefix(KEYS), 4, 6, blocks(4, 6), 0.0)
     assert went_on == 6
 
 

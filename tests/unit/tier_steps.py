@@ -57,7 +57,7 @@ def tier_tokens(tiers: Tiers, keys: Sequence[bytes], first: int, end: int) -> tu
 
 
 def touch(tiers: Tiers, keys: Sequence[bytes], end: int, reused: int) -> None:
-    tiers.touch(Prefix(keys), end, reused)
+    tiers.touch(Prefix(keys), end, reused, 0.0)
 
 
 def is_loading(tiers: Tiers, key: bytes) -> bool:
@@ -66,7 +66,7 @@ def is_loading(tiers: Tiers, key: bytes) -> bool:
 
 def plan_store(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | None = None) -> StoreJob:
     end = len(keys) if end is None else end
-    job, went_on = tiers.plan_store(Prefix(keys), first, end, blocks(first, end, len(tiers.shapes)))
+    job, went_on = tiers.plan_store(Prefix(keys), first, end, blocks(first, end, len(tiers.shapes)), 0.0)
     assert job is not None
     assert went_on == end
     return job
@@ -76,7 +76,7 @@ def plan_load(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | No
     end = len(keys) if end is None else end
     prefix = Prefix(keys)
     assert tiers.match(prefix, first, end) == end
-    return tiers.plan_load("r", prefix, first, end, blocks(first, end, len(tiers.shapes)))
+    return tiers.plan_load("r", prefix, first, end, blocks(first, end, len(tiers.shapes)), 0.0)
 
 
 def end(
