@@ -170,7 +170,7 @@ class SchedulerSide:
                 return None, False
         else:
             state.wait_until = 0.0
-        end = self.tiers.match(prefix, first, limit)
+        end = self.tiers.match(prefix, first, limit, now)
         external = min(end * self._chunk_tokens, usable) - computed
         state.hit_end = end if external > 0 else first
         state.retried = external > 0 and state.load_failures > 0

@@ -404,7 +404,7 @@ class Engine:
     def stored_chunks(self, request_id: str) -> int:
         """How many leading chunks of a request's keys DRAM can serve."""
         keys = self.keys(self.requests[request_id])
-        return self.side.tiers.match(Prefix(keys), 0, len(keys))
+        return self.side.tiers.match(Prefix(keys), 0, len(keys), self.now)
 
     def close(self, allow_off: bool = False) -> None:
         """End everything and check that nothing is left."""

@@ -151,7 +151,8 @@ def test_b24_a_request_whose_every_load_fails_ends_by_recompute(make: Make) -> N
 
     class Failing(set):  # type: ignore[type-arg]
         def __contains__(self, key: object) -> bool:
-            return key == next((k for k in reversed(keys) if engine.side.tiers.match(Prefix([k]), 0, 1)), None)
+            offered = (k for k in reversed(keys) if engine.side.tiers.match(Prefix([k]), 0, 1, engine.now))
+            return key == next(offered, None)
 
     engine.worker.fail_items = Failing()
     engine.add("again", prompt(200))

@@ -97,7 +97,7 @@ class Governor:
         return EnduranceState(wall_s, self._level, self.written_bytes, bins)
 
     def restore(self, state: EnduranceState, now: float, wall_s: float) -> None:
-        """Go on where an earlier process stopped; budget accrued meanwhile. A wall clock that went back adds nothing."""
+        """Go on where an earlier process stopped; budget accrued meanwhile, none if the wall clock went back."""
         shift = now - max(wall_s, state.saved_s)
         self._now = min(now, state.saved_s + shift)
         self._level = state.level_bytes

@@ -32,7 +32,9 @@ class Evictor:
         self._headroom, self._ranks = list(headroom), ranks
         self.governor: Governor | None = None
         """Bounds what is written per day; none: no bound."""
-        self._persist_bytes_max, self._persist_bytes = persist_bytes_max, 0
+        self._persist_bytes_max = persist_bytes_max
+        self._persist_bytes: dict[int, int] = {}
+        """On their way to SSD, by drive: each drive has its share of the bound, so one that hangs holds up no other."""
         self._evicting = [0] * len(shapes)
         """Slots that writes in flight will free, by group."""
         self._wanted: dict[int, None] = {}
@@ -65,7 +67,7 @@ class Evictor:
     def _persist_wanted(self, now: float) -> list[PersistJob]:
         index, persists = self._chunks.index, []
         for group in range(len(self._shapes)):
-            mine = [row for row in self._wanted if index.group[row] == group][: max(0, self._queue_room(group))]
+            mine = [row for row in self._wanted if index.group[row] == group][: self._queue_room(group)]
             for row in mine:
                 del self._wanted[row]
             rows = np.array(mine, np.int32)
@@ -102,7 +104,7 @@ class Evictor:
         reasons = self._admission.evicted(index, rows[new], now)
         admitted = np.zeros(len(rows), np.bool_)
         admitted[new] = ADMITS[reasons]
-        over = admitted.nonzero()[0][max(0, self._queue_room(group)) :]
+        over = admitted.nonzero()[0][self._queue_room(group) :]
         stop = len(rows)
         if over.size and chunks.extents is not None:
             # Those before it go first; then it waits while half of the headroom is there, for a store never waits for
@@ -140,10 +142,20 @@ class Evictor:
             if times:
                 count(self._chunks.counts, "admission", times, REASONS[number].name)
 
+    def _room_by_drive(self, group: int) -> list[int]:
+        """How many more chunks may be on their way to each drive; a single one always may."""
+        extents, nbytes = self._chunks.extents, self._shapes[group].record_bytes
+        drives = extents.drives if extents is not None else 1
+        room = []
+        for drive in range(drives):
+            under_way = self._persist_bytes.get(drive, 0)
+            left = (self._persist_bytes_max // drives - under_way) // nbytes
+            room.append(max(0, left) if under_way else max(1, left))
+        return room
+
     def _queue_room(self, group: int) -> int:
-        """How many more chunks may be on their way to SSD; a single one always may."""
-        room = (self._persist_bytes_max - self._persist_bytes) // self._shapes[group].record_bytes
-        return room if self._persist_bytes else max(1, room)
+        """How many more chunks may be on their way to SSD."""
+        return sum(self._room_by_drive(group))
 
     def _persist(self, group: int, rows: Rows, now: float) -> list[PersistJob]:
         """Write chunks to SSD, as many as the bound and the drives take; the others are counted as dropped."""
@@ -151,9 +163,9 @@ class Evictor:
         if chunks.extents is None:
             count(chunks.counts, "dropped_chunks", len(rows), "ssd_off")
             return []
-        room = max(0, self._queue_room(group))
-        count(chunks.counts, "dropped_chunks", len(rows[room:]), "persist_queue_full")
-        rows = rows[:room]
+        room = self._room_by_drive(group)
+        count(chunks.counts, "dropped_chunks", len(rows[sum(room) :]), "persist_queue_full")
+        rows = rows[: sum(room)]
         written_bytes = self._shapes[group].record_bytes * self._ranks
         if self.governor is not None:
             allowed = self.governor.room(now) // written_bytes
@@ -161,7 +173,7 @@ class Evictor:
             rows = rows[:allowed]
         if not rows.size:
             return []
-        extents, lost = chunks.extents.take(group, len(rows), now)
+        extents, lost = chunks.extents.take(group, len(rows), room, now)
         if lost.size:
             chunks.clear_ssd(lost)
             chunks.settle(lost)
@@ -172,7 +184,7 @@ class Evictor:
             self.governor.spend(written_bytes * len(rows), now)
         index.ssd[rows] = BUSY
         index.drive[rows], index.segment[rows], index.record[rows] = extents.T
-        self._persist_bytes += self._shapes[group].record_bytes * len(rows)
+        self._under_way(extents, self._shapes[group].record_bytes)
         slots = np.stack((index.slab[rows], index.cell[rows]), 1).astype(np.int32)
         persists = []
         for i, (row, slot, extent) in enumerate(zip(rows.tolist(), slots.tolist(), extents.tolist(), strict=True)):
@@ -187,8 +199,9 @@ class Evictor:
         chunks, extents = self._chunks, self._chunks.extents
         assert extents is not None
         places = np.concatenate([job.extents for job in jobs])
-        sizes = [self._shapes[extents.group_of(Extent(*place))].record_bytes for place in places.tolist()]
-        self._persist_bytes -= sum(sizes)
+        groups = np.array([extents.group_of(Extent(*place)) for place in places.tolist()])
+        for group in np.unique(groups).tolist():
+            self._under_way(places[groups == group], -self._shapes[group].record_bytes)
         for job in jobs:
             if job.failed:
                 count(chunks.counts, "errors", 1, job.reason)
@@ -201,6 +214,11 @@ class Evictor:
             failed = np.array([bool(job.failed) for job in jobs])[current]
             self._persisted(np.concatenate([job.rows for job in jobs if not job.stale]), places[current], failed)
         extents.release(places)
+
+    def _under_way(self, extents: Ints, nbytes: int) -> None:
+        """Records of `nbytes` each are on their way to SSD, or, below zero, not any more."""
+        for drive, times in enumerate(np.bincount(extents[:, 0]).tolist()):
+            self._persist_bytes[drive] = self._persist_bytes.get(drive, 0) + nbytes * times
 
     def _persisted(self, rows: Rows, places: Ints, failed: Mask) -> None:
         chunks, index = self._chunks, self._chunks.index

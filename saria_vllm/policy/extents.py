@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from saria_vllm.policy.index import NO_ROWS, Rows
+from saria_vllm.policy.index import NO_ROWS, Mask, Rows
 from saria_vllm.types import Extent, Ints
 
 DRIVE_PAUSE_S = 10.0
 """How long a drive that failed a write gets no writes."""
+
+READS_PAUSE_S = 60.0
+"""How long nothing is read from a drive that held up a load until its deadline."""
 
 
 class Segment:
@@ -47,6 +50,7 @@ class ExtentAllocator:
         """Segments of each drive, oldest first."""
         self._open: dict[tuple[int, int], Segment] = {}
         self._paused_until = [0.0] * drives
+        self._reads_paused_until = [0.0] * drives
         self._left_out: set[int] = set()
         self._next_segment = next_segment
         self._turn = 0
@@ -60,25 +64,33 @@ class ExtentAllocator:
     def segments(self) -> int:
         return sum(map(len, self._by_drive))
 
-    def take(self, group: int, count: int, now: float) -> tuple[Ints, Rows]:
-        """Records to write as rows of (drive, segment, record), fewer than `count` when no drive takes more, and the
-        rows that lost their SSD copy to make room."""
+    @property
+    def drives(self) -> int:
+        return len(self._by_drive)
+
+    def take(self, group: int, count: int, room: Sequence[int], now: float) -> tuple[Ints, Rows]:
+        """Records to write as rows of (drive, segment, record), and the rows that lost their SSD copy to make room.
+
+        Fewer than `count` when no drive takes more; each takes at most `room[drive]`.
+        """
         taken: list[Extent] = []
         lost: list[Rows] = []
-        while len(taken) < count and (extent := self._take(group, now, lost)) is not None:
+        room = list(room)
+        while len(taken) < count and (extent := self._take(group, room, now, lost)) is not None:
             taken.append(extent)
+            room[extent.drive] -= 1
         return np.array(taken, np.int32).reshape(-1, 3), np.concatenate(lost) if lost else NO_ROWS
 
     def group_of(self, extent: Extent) -> int:
         """The group of an extent that is in use."""
         return self.segment(extent).group
 
-    def _take(self, group: int, now: float, lost: list[Rows]) -> Extent | None:
+    def _take(self, group: int, room: Sequence[int], now: float, lost: list[Rows]) -> Extent | None:
         if not self._records[group]:
             return None
         for _ in self._by_drive:
             drive = self._turn = (self._turn + 1) % len(self._by_drive)
-            if now < self._paused_until[drive]:
+            if now < self._paused_until[drive] or room[drive] <= 0:
                 continue
             segment = self._open.get((drive, group)) or self._new_segment(drive, group, lost)
             if segment is None:
@@ -140,6 +152,16 @@ class ExtentAllocator:
         """Send a drive that failed a write nothing for `DRIVE_PAUSE_S`."""
         self._paused_until[drive] = now + DRIVE_PAUSE_S
 
+    def pause_reads(self, drive: int, now: float) -> None:
+        """Offer nothing from a drive that held up a load, for `READS_PAUSE_S`."""
+        self._reads_paused_until[drive] = now + READS_PAUSE_S
+
+    def unreadable(self, now: float) -> Mask | None:
+        """By drive: whether its reads are paused. None when no drive's are."""
+        if max(self._reads_paused_until) <= now:
+            return None
+        return np.array(self._reads_paused_until) > now
+
     def leave_out(self, drive: int) -> None:
         """Never use a drive: some rank could not open it. What other ranks have there is neither used nor retired."""
         self._left_out.add(drive)
@@ -173,6 +195,7 @@ class ExtentAllocator:
         """A new allocator after a cache reset: every segment retired, now or when its last job ends."""
         fresh = ExtentAllocator(len(self._by_drive), self._segments_max, self._records, self._next_segment)
         fresh._paused_until, fresh._left_out = self._paused_until, self._left_out
+        fresh._reads_paused_until = self._reads_paused_until
         busy = {(extent.drive, extent.segment) for extent in still_busy}
         for segments in self._by_drive:
             for segment in segments.values():

@@ -72,13 +72,17 @@ class Tiers:
 
     # Questions.
 
-    def match(self, prefix: Prefix, first: int, end: int) -> int:
+    def match(self, prefix: Prefix, first: int, end: int, now: float) -> int:
         """The end of the longest run of chunks from `first` that every group can load, at most `end`."""
-        index, look = self.chunks.index, _FIRST_LOOK
+        index, extents, look = self.chunks.index, self.chunks.extents, _FIRST_LOOK
+        paused = None if extents is None else extents.unreadable(now)
         while first < end:
             stop = min(end, first + look)
             for rows in index.locate(prefix, first, stop):
-                missing = ((rows < 0) | ((index.dram[rows] != VALID) & (index.ssd[rows] != VALID))).nonzero()[0]
+                on_ssd = index.ssd[rows] == VALID
+                if paused is not None:
+                    on_ssd &= ~paused[index.drive[rows]]
+                missing = ((rows < 0) | ((index.dram[rows] != VALID) & ~on_ssd)).nonzero()[0]
                 if missing.size:
                     end = stop = min(stop, first + int(missing[0]))
             first, look = stop, look * 4
@@ -125,7 +129,7 @@ class Tiers:
         job.tokens = (blocks[0] != NULL_BLOCK).sum(axis=1) * self.shapes[0].block_tokens
         return LoadJob(job_id, request_id, tuple(parts))
 
-    def _end_load(self, job: Job) -> None:
+    def _end_load(self, job: Job, now: float) -> None:
         chunks, index = self.chunks, self.chunks.index
         if chunks.extents is not None:
             chunks.extents.release(job.extents[job.extents[:, 0] >= 0])
@@ -139,8 +143,14 @@ class Tiers:
             bad = job.rows[failed[~from_ssd]]
             assert np.isin(index.dram[bad], (VALID, BAD)).all()
             index.dram[bad] = BAD
+            late = (
+                job.reason == "deadline"
+            )  # Its records may be good: not they are avoided, but their drive for a while.
             for position in failed[from_ssd].tolist():
-                chunks.drop_bad_record(job.rows[position], job.extents[position])
+                if late and chunks.extents is not None:
+                    chunks.extents.pause_reads(int(job.extents[position, 0]), now)
+                else:
+                    chunks.drop_bad_record(job.rows[position], job.extents[position])
             chunks.settle(job.rows)
         if job.failed or job.stale:
             count(counts, "errors", max(1, len(job.failed)), job.reason or "stale")
@@ -253,7 +263,7 @@ class Tiers:
         persists = []
         for job in jobs:
             if job.kind == "load":
-                self._end_load(job)
+                self._end_load(job, now)
             elif job.kind == "persist":
                 persists.append(job)
             else:

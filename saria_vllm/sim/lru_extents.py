@@ -6,6 +6,7 @@ Stands in for `ExtentAllocator`, whose segments are retired whole.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class LruExtents(ExtentAllocator):
         self._order: OrderedDict[int, None] = OrderedDict()
         self._row = np.full(records, -1, np.int32)
 
-    def take(self, group: int, count: int, now: float) -> tuple[Ints, Rows]:
+    def take(self, group: int, count: int, room: Sequence[int], now: float) -> tuple[Ints, Rows]:
         taken: list[tuple[int, int, int]] = []
         lost: list[int] = []
         while len(taken) < count and (self._free or self._order):

@@ -148,7 +148,7 @@ class Simulator:
 
     def _serve(self, time_s: float, prefix: Prefix, prompt_tokens: int) -> SimRequest:
         tiers, result, end = self.tiers, self.result, len(prefix.keys)
-        hit = tiers.match(prefix, 0, end)
+        hit = tiers.match(prefix, 0, end, time_s)
         dram, ssd = tiers.tier_tokens(prefix, 0, hit)
         if hit:
             job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)], time_s)

@@ -205,7 +205,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(path=st.sampled_from(PATHS), first=st.sampled_from([0, 0, 1, 2]), length=st.sampled_from([6, 3, 2, 1]))
     def load(self, path: list[bytes], first: int, length: int) -> None:
-        end = self.tiers.match(self.prefix(path), first, min(first + length, len(path)))
+        end = self.tiers.match(self.prefix(path), first, min(first + length, len(path)), self.now)
         if end <= first:
             return
         dram_tokens, ssd_tokens = self.tiers.tier_tokens(self.prefix(path), first, end)
@@ -491,18 +491,19 @@ class TiersMachine(RuleBasedStateMachine):
             offered = 0
             while offered < len(path) and all(self.loadable(Chunk(g, path[offered])) for g in range(self.groups)):
                 offered += 1
-            assert tiers.match(self.prefix(path), 0, len(path)) == offered
+            assert tiers.match(self.prefix(path), 0, len(path), self.now) == offered
         for group, rows in enumerate(index.rows):
             known = {key for key, row in rows.items() if index.dram[row] or index.ssd[row]}
             assert known == {c.key for c in [*self.dram, *self.ssd] if c.group == group}
         assert sum(tiers.chunks.slots.used) == len(self.slots_in_use())
         assert len(tiers.chunks.ghosts) <= self.ghosts_max
-        writing = sum(
-            self.shapes[flight.job.group].record_bytes
-            for flight in self.flights.values()
-            if isinstance(flight.job, PersistJob)
-        )
-        assert writing <= self.persist_bytes_max
+        for drive in range(DRIVES):
+            writing = [
+                self.shapes[flight.job.group].record_bytes
+                for flight in self.flights.values()
+                if isinstance(flight.job, PersistJob) and flight.job.extent.drive == drive
+            ]
+            assert sum(writing) <= max(self.persist_bytes_max // DRIVES, *writing, 0)
         if tiers.chunks.extents is not None:
             assert tiers.chunks.extents.segments() <= DRIVES * SEGMENTS_MAX + 4
         self.check_children_before_parents()

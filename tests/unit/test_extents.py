@@ -15,7 +15,7 @@ def places(*extents: Extent | None) -> Ints:
 
 def write(extents: ExtentAllocator, row: int, group: int = 0, now: float = 0.0) -> tuple[Extent | None, list[int]]:
     """One write that ends well at once."""
-    taken, lost = extents.take(group, 1, now)
+    taken, lost = extents.take(group, 1, [9] * extents.drives, now)
     if len(taken):
         extents.filled(taken, np.array([row], np.int32))
         extents.release(taken)
@@ -23,7 +23,7 @@ def write(extents: ExtentAllocator, row: int, group: int = 0, now: float = 0.0) 
 
 
 def take(extents: ExtentAllocator, group: int, now: float) -> Extent | None:
-    taken, _ = extents.take(group, 1, now)
+    taken, _ = extents.take(group, 1, [9] * extents.drives, now)
     return Extent(*taken[0].tolist()) if len(taken) else None
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.admission import make_admission
-from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.extents import READS_PAUSE_S, ExtentAllocator
 from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
@@ -497,3 +497,36 @@ def test_a_chunk_worth_a_write_waits_while_half_of_the_headroom_is_there() -> No
     store(tiers, KEYS[6:8])
     tiers.make_room(0.0)
     assert tiers.chunks.counts["dropped_chunks:persist_queue_full"] > 0, "a store never waits for a disk"
+
+
+# Drives that hang.
+
+
+def two_drives(persist_records: int) -> Tiers:
+    tiers = make_tiers(16, admission=AdmissionConfig(evictions=1), headroom=1, persist_records=persist_records)
+    tiers.chunks.extents = ExtentAllocator(2, 4, [4])
+    return tiers
+
+
+def test_a_drive_whose_writes_never_end_holds_up_no_other() -> None:
+    tiers = two_drives(persist_records=4)
+    written = 0
+    for number in range(8):
+        store(tiers, [b"%d.%d" % (number, n) for n in range(4)])
+        for persist in evict_all(tiers):
+            if persist.extent.drive == 1:
+                end(tiers, persist)
+                written += 1
+    assert written >= 8, "drive 1 goes on, two at a time"
+    assert sum(job.kind == "persist" for job in tiers.jobs.live.values()) == 2, "drive 0 has its share in flight"
+
+
+def test_what_came_too_late_is_kept_and_its_drive_left_alone_for_a_while() -> None:
+    tiers = two_drives(persist_records=8)
+    store(tiers, KEYS[:4])
+    end(tiers, *evict_all(tiers))
+    load = plan_load(tiers, KEYS[:4])
+    slow = next(n for n, item in enumerate(load.items) if item.extent is not None and item.extent.drive == 0)
+    end(tiers, load, failed=(slow,), reason="deadline", now=100.0)
+    assert match(tiers, KEYS, 0, 4, now=100.0) < 4, "nothing is offered from the drive that hangs"
+    assert match(tiers, KEYS, 0, 4, now=100.0 + READS_PAUSE_S) == 4, "and nothing of it was lost"

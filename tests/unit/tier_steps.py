@@ -48,8 +48,8 @@ def blocks(first: int, end: int, groups: int = 1) -> list[Ints]:
     return [np.arange(first, end, dtype=np.int32).reshape(-1, 1) for _ in range(groups)]
 
 
-def match(tiers: Tiers, keys: Sequence[bytes], first: int, end: int) -> int:
-    return tiers.match(Prefix(keys), first, min(end, len(keys)))
+def match(tiers: Tiers, keys: Sequence[bytes], first: int, end: int, now: float = 0.0) -> int:
+    return tiers.match(Prefix(keys), first, min(end, len(keys)), now)
 
 
 def tier_tokens(tiers: Tiers, keys: Sequence[bytes], first: int, end: int) -> tuple[int, int]:
@@ -75,7 +75,7 @@ def plan_store(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | N
 def plan_load(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | None = None) -> LoadJob:
     end = len(keys) if end is None else end
     prefix = Prefix(keys)
-    assert tiers.match(prefix, first, end) == end
+    assert tiers.match(prefix, first, end, 0.0) == end
     return tiers.plan_load("r", prefix, first, end, blocks(first, end, len(tiers.shapes)), 0.0)
 
 
