@@ -24,7 +24,7 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*")
 
-AdmissionPolicy = Literal["saria", "full_duplicate", "dram_only"]
+AdmissionPolicy = Literal["return", "saria", "score", "full_duplicate", "dram_only"]
 SsdEngineName = Literal["auto", "io_uring", "posix"]
 
 _RANGES = {
@@ -74,11 +74,14 @@ def format_bytes(nbytes: int) -> str:
 class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a chunk is worth an SSD write."""
 
-    policy: AdmissionPolicy = "saria"
+    policy: AdmissionPolicy = "return"
     evictions: int = 2
     """`saria`: persist on this DRAM eviction of a chunk (k)."""
     reuses: int = 0
     """`saria`: persist before eviction once a chunk was reused this often (N); 0 turns it off."""
+    threshold: float = 0.7
+    """`return`: persist from this probability of a return on, where no write budget moves it; `score`: from this score
+    on."""
     ghosts_max: int = 1_000_000
     """Chunks whose history is remembered after their bytes are gone; about 250 bytes each."""
 

@@ -26,7 +26,21 @@ COUNTERS: dict[str, Metric] = {
     "store_bytes": Metric("Bytes copied from HBM into DRAM, over all ranks"),
     "evicted_chunks": Metric("Chunks that left DRAM", "outcome", ("persisted", "already_on_ssd", "dropped")),
     "admission": Metric(
-        "Admission decisions", "reason", ("every_chunk", "never", "not_yet", "eviction_count", "reuse_count", "other")
+        "Admission decisions",
+        "reason",
+        (
+            "every_chunk",
+            "never",
+            "not_yet",
+            "eviction_count",
+            "reuse_count",
+            "score_high",
+            "score_low",
+            "return_likely",
+            "return_unlikely",
+            "branch_left",
+            "other",
+        ),
     ),
     "persisted_chunks": Metric("Chunks written to SSD"),
     "ssd_written_bytes": Metric("Bytes written to SSD, over all ranks"),

@@ -53,7 +53,7 @@ class RequestState:
     """What we remember of a request between vLLM's calls."""
 
     __slots__ = (
-        "asked_computed", "hit_end", "load_failures", "no_store", "prefix", "request", "retried", "scheduled",
+        "arrived", "asked_computed", "hit_end", "load_failures", "no_store", "prefix", "request", "retried", "scheduled",
         "sources", "stored", "wait_until",
     )  # fmt: skip
 
@@ -61,6 +61,8 @@ class RequestState:
         self.request = request
         self.prefix = Prefix()
         """The request's full chunks, as far as they were needed."""
+        self.arrived = False
+        """Whether blocks were allocated for it once."""
         self.asked_computed = 0
         """Tokens in HBM when the last hit was offered."""
         self.hit_end = 0
@@ -104,7 +106,7 @@ class SchedulerSide:
             sizing.shapes,
             slots,
             None,
-            make_admission(config.admission),
+            make_admission(config.admission, sizing.chunk_tokens),
             ghosts_max=config.admission.ghosts_max,
             headroom=[max(1, min(batch_chunks, slots.total(g) // 4)) for g in range(len(sizing.shapes))],
             persist_bytes_max=min(PERSIST_BYTES_MAX, region // 4),
@@ -191,6 +193,9 @@ class SchedulerSide:
         """vLLM allocated blocks for a hit that was offered; with `external` 0 there is nothing to load."""
         state = self._state(request)
         state.scheduled, state.retried, state.wait_until = False, False, 0.0
+        if not state.arrived:
+            state.arrived = True
+            self.tiers.arrived(self._prefix(state), self._clock())
         if external <= 0:
             if not any(state.sources):  # All of the hit is in HBM: what is stored next goes behind a recent prefix.
                 self.tiers.touch(state.prefix, state.hit_end, 0, self._clock())
@@ -373,7 +378,9 @@ class SchedulerSide:
         hashes = resolve_block_hashes(state.request.block_hashes, self._hash_tokens, self._chunk_tokens)
         keys = state.prefix.keys
         if keys and (len(hashes) < len(keys) or hashes[len(keys) - 1] != keys[-1]):
-            state.prefix = Prefix()  # A streaming session dropped tokens; hashes are chained, so the last one tells.
+            # A streaming session dropped tokens; hashes are chained, so the last one tells.
+            visit, state.prefix = state.prefix.visit, Prefix()
+            state.prefix.visit = visit
             keys = state.prefix.keys
             state.stored = state.hit_end = 0
         for position in range(len(keys), len(hashes)):

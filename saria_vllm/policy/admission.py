@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from saria_vllm.config import AdmissionConfig
-from saria_vllm.policy.index import ChunkIndex, Rows
+from saria_vllm.policy.index import NONE, ChunkIndex, Rows
+from saria_vllm.policy.returns import Returns
 
 
 class Reason(NamedTuple):
@@ -23,8 +24,16 @@ REASONS = (
     Reason("not_yet", False),
     Reason("eviction_count", True),
     Reason("reuse_count", True),
+    Reason("score_high", True),
+    Reason("score_low", False),
+    Reason("return_likely", True),
+    Reason("return_unlikely", False),
+    Reason("branch_left", False),
 )
-EVERY_CHUNK, NEVER, NOT_YET, EVICTION_COUNT, REUSE_COUNT = range(len(REASONS))
+(
+    EVERY_CHUNK, NEVER, NOT_YET, EVICTION_COUNT, REUSE_COUNT, SCORE_HIGH, SCORE_LOW, RETURN_LIKELY, RETURN_UNLIKELY,
+    BRANCH_LEFT,
+) = range(len(REASONS))  # fmt: skip
 ADMITS = np.array([reason.admit for reason in REASONS])
 """By reason number."""
 
@@ -33,34 +42,48 @@ Reasons = npt.NDArray[np.uint8]
 
 
 class Admission(Protocol):
+    def arrived(self, index: ChunkIndex, rows: Rows, now: float) -> int:
+        """A request came with these rows of its chunks in order, -1 where one is unknown. Returns a number that its
+        chunks get in the column `visit`."""
+
     def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
         """The chunks entered DRAM or were reused there; `reuses` counts this one. None: nothing to write yet."""
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float) -> Reasons:
-        """The chunks are leaving DRAM and are not on SSD; `evictions` does not count this one yet."""
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
+        """The chunks are leaving DRAM and are not on SSD; `evictions` does not count this one yet.
+
+        `strictness` is what the write budget asks for: 0 while it is ample, 1 when it is spent, None without one.
+        """
 
 
-class FullDuplicate:
+class Unlearned:
+    """What policies share that learn nothing from requests and want no early writes."""
+
+    def arrived(self, index: ChunkIndex, rows: Rows, now: float) -> int:
+        return 0
+
+    def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
+        return None
+
+
+class FullDuplicate(Unlearned):
     """Persist every stored chunk: the baseline of other tiers."""
 
     def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
         return np.full(len(rows), EVERY_CHUNK, np.uint8)
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float) -> Reasons:
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
         return np.full(len(rows), EVERY_CHUNK, np.uint8)
 
 
-class DramOnly:
+class DramOnly(Unlearned):
     """Never persist."""
 
-    def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
-        return None
-
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float) -> Reasons:
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
         return np.full(len(rows), NEVER, np.uint8)
 
 
-class Saria:
+class Saria(Unlearned):
     """Persist on the k-th DRAM eviction, and before eviction once reused N times (0: off).
 
     A chunk that came back after k-1 evictions has proved that it outlives DRAM and returns; what is read once and
@@ -75,14 +98,82 @@ class Saria:
             return None
         return np.where(index.reuses[rows] >= self._reuses_min, np.uint8(REUSE_COUNT), np.uint8(NOT_YET))
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float) -> Reasons:
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
         often = index.evictions[rows] >= self._evictions_min - 1
         reasons = np.where(often, np.uint8(EVICTION_COUNT), np.uint8(NOT_YET))
         kept = self.kept(index, rows)
         return reasons if kept is None else np.where(reasons == NOT_YET, kept, reasons)
 
 
-def make_admission(config: AdmissionConfig) -> Admission:
+class Score(Unlearned):
+    """Admit a score A = reuses x L / residency x exp(-idle / L), L being the DRAM lifetime: what is idle for longer is
+    evicted. Zero where the next reuse is predicted (by the mean gap) before L is over: DRAM alone serves that.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold, self._lifetime_s = threshold, 0.0
+
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
+        idle = np.maximum(now - index.touched[rows], 1e-3)
+        self._lifetime_s += (float(idle.mean()) - self._lifetime_s) * (0.02 if self._lifetime_s else 1.0)
+        lifetime = max(self._lifetime_s, 1e-3)
+        residency = np.maximum(now - index.entered[rows], 1e-3)
+        reuses = index.reuses[rows].astype(np.float64)
+        score = reuses * lifetime / residency * np.exp(-idle / lifetime)
+        gap = residency / np.maximum(reuses, 1e-9)
+        threshold = self._threshold if strictness is None else self._threshold + strictness * (8 - self._threshold)
+        return np.where((score >= threshold) & (gap > lifetime), np.uint8(SCORE_HIGH), np.uint8(SCORE_LOW))
+
+
+THRESHOLD_LOWEST = 0.1
+"""While the write budget is ample, `return` refuses only what is surely useless."""
+
+
+class Return(Unlearned):
+    """Persist what is likely to be asked for again: see `Returns`."""
+
+    def __init__(self, threshold: float, chunk_tokens: int) -> None:
+        self._threshold, self.returns = threshold, Returns(chunk_tokens)
+
+    def arrived(self, index: ChunkIndex, rows: Rows, now: float) -> int:
+        unknown = (rows < 0).nonzero()[0]
+        known = int(unknown[0]) if unknown.size else len(rows)
+        present = rows[rows >= 0]
+        bursts = index.burst[present[index.dram[present] == NONE]]
+        numbers, counts = np.unique(bursts[bursts > 0], return_counts=True)
+        index.burst[present] = 0
+        last = int(index.visit[rows[known - 1]]) if known else 0
+        returned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+        return self.returns.visit(len(rows), known, last, returned, now)
+
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
+        threshold = self._threshold
+        if strictness is not None:
+            threshold = THRESHOLD_LOWEST + strictness * (1 - THRESHOLD_LOWEST)
+        reasons = np.full(len(rows), RETURN_UNLIKELY, np.uint8)
+        again = index.evictions[rows] > 0
+        visits = index.visit[rows]
+        for visit in np.unique(visits).tolist():
+            left_at = self.returns.left_at(visit)
+            if left_at == -2:
+                continue
+            of_visit = visits == visit
+            left = (index.depth[rows] >= left_at) if left_at >= 0 else np.zeros(len(rows), np.bool_)
+            for is_left, is_again in ((False, False), (False, True), (True, False), (True, True)):
+                some = of_visit & (left == is_left) & (again == is_again)
+                count = int(some.sum())
+                if not count:
+                    continue
+                probability, burst = self.returns.evicted(visit, is_left, is_again, count, now)
+                index.burst[rows[some]] = burst
+                if probability >= threshold:
+                    reasons[some] = RETURN_LIKELY
+                elif is_left:
+                    reasons[some] = BRANCH_LEFT
+        return reasons
+
+
+def make_admission(config: AdmissionConfig, chunk_tokens: int) -> Admission:
     """The configured policy."""
     match config.policy:
         case "full_duplicate":
@@ -91,3 +182,7 @@ def make_admission(config: AdmissionConfig) -> Admission:
             return DramOnly()
         case "saria":
             return Saria(config.evictions, config.reuses)
+        case "score":
+            return Score(config.threshold)
+        case "return":
+            return Return(config.threshold, chunk_tokens)

@@ -56,7 +56,8 @@ class Chunks:
         index.dram[rows] = BUSY
         index.slab[rows], index.cell[rows] = slots[:, 0], slots[:, 1]
         index.depth[rows] = positions
-        index.touched[rows] = now
+        index.touched[rows] = index.entered[rows] = now
+        index.visit[rows] = prefix.visit
         epochs = index.epoch[span]
         epochs[positions - start] = 0
         if not epochs[0]:

@@ -101,7 +101,8 @@ class Evictor:
         chunks, index = self._chunks, self._chunks.index
         group = int(index.group[rows[0]])
         new = index.ssd[rows] == NONE
-        reasons = self._admission.evicted(index, rows[new], now)
+        strictness = None if self.governor is None else self.governor.threshold(now)
+        reasons = self._admission.evicted(index, rows[new], now, strictness)
         admitted = np.zeros(len(rows), np.bool_)
         admitted[new] = ADMITS[reasons]
         over = admitted.nonzero()[0][self._queue_room(group) :]

@@ -33,14 +33,15 @@ _COLUMNS: dict[str, tuple[type[np.number], int]] = {
     "slab": (np.int32, -1), "cell": (np.int32, -1), "drive": (np.int8, -1), "segment": (np.int32, -1),
     "record": (np.int32, -1), "leases": (np.int16, 0), "evictions": (np.uint8, 0), "reuses": (np.uint16, 0),
     "epoch": (np.int32, 0), "depth": (np.int32, 0), "ghost": (np.int32, 0), "uses": (np.int32, 0),
-    "chained": (np.uint8, 0), "touched": (np.float32, 0),
+    "chained": (np.uint8, 0), "touched": (np.float32, 0), "entered": (np.float32, 0), "visit": (np.int32, 0),
+    "burst": (np.int32, 0),
 }  # fmt: skip
 
 
 class Prefix:
     """A request's chunk keys, and the rows where they were last found."""
 
-    __slots__ = ("keys", "rows", "uses")
+    __slots__ = ("keys", "rows", "uses", "visit")
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self.keys: list[bytes] = list(keys)
@@ -49,6 +50,8 @@ class Prefix:
         """By group; row numbers of the leading keys, -1 where none was found."""
         self.uses: list[Ints] = []
         """`ChunkIndex.uses` of those rows at that time: a row that was given to another chunk since differs."""
+        self.visit = 0
+        """Of the request that it belongs to."""
 
     def cut(self, end: int) -> None:
         """Keep the first `end` keys."""
@@ -78,6 +81,12 @@ class ChunkIndex:
     """When it was last touched: a number that `Recency` gives out, 0 for never."""
     touched: npt.NDArray[np.float32]
     """Time of the last touch, in seconds."""
+    entered: npt.NDArray[np.float32]
+    """Time at which it entered DRAM, in seconds."""
+    visit: Column
+    """The request that touched it last, and"""
+    burst: Column
+    """the eviction that it was last part of: numbers of `Returns`, 0 for none."""
     depth: Column
     """Position in the prefix, in chunks."""
     ghost: Column

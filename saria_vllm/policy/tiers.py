@@ -67,6 +67,7 @@ class Tiers:
         self.shapes = list(shapes)
         self.chunks = Chunks(len(self.shapes), slots, extents, ghosts_max)
         self.jobs = Jobs(ranks)
+        self._admission = admission
         self.evictor = Evictor(self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks)
         self._tokens = self.shapes[0].block_tokens * self.shapes[0].blocks_per_chunk
 
@@ -102,6 +103,16 @@ class Tiers:
             in_dram &= index.dram[rows] == VALID
         dram = int(in_dram.sum())
         return dram * self._tokens, (end - first - dram) * self._tokens
+
+    # Requests.
+
+    def arrived(self, prefix: Prefix, now: float) -> None:
+        """A request is being served: once for each, before its load is planned. Admission learns from it."""
+        index, end = self.chunks.index, len(prefix.keys)
+        located = index.locate(prefix, 0, end)
+        prefix.visit = self._admission.arrived(index, located[0], now)
+        for rows in located:
+            index.visit[rows[rows >= 0]] = prefix.visit
 
     # Loads.
 

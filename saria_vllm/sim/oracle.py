@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from saria_vllm.policy.admission import EVICTION_COUNT, NOT_YET, Reasons
+from saria_vllm.policy.admission import EVICTION_COUNT, NOT_YET, Reasons, Unlearned
 from saria_vllm.policy.index import ChunkIndex, Rows
 from saria_vllm.sim.simulator import Arrival, id_of
 
 
-class Oracle:
+class Oracle(Unlearned):
     """Writes on an eviction only what a later request contains. Nobody serves more hits with fewer writes."""
 
     def __init__(self, stream: Iterable[Arrival]) -> None:
@@ -26,10 +26,7 @@ class Oracle:
         """Another request is served."""
         self._number += 1
 
-    def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
-        return None
-
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float) -> Reasons:
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
         last, number = self._last, self._number
         again = [last[id_of(index.key[row])] > number for row in rows.tolist()]
         return np.where(again, np.uint8(EVICTION_COUNT), np.uint8(NOT_YET))

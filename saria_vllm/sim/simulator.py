@@ -112,7 +112,7 @@ class Simulator:
             [GroupShape(0, config.chunk_tokens, 1, _RECORD_BYTES)],
             SlotAllocator(1, [chunks + _HEADROOM]),
             self._lru or ExtentAllocator(1, records // per_segment, [per_segment]),
-            admission or make_admission(config.admission),
+            admission or make_admission(config.admission, config.chunk_tokens),
             ghosts_max=config.admission.ghosts_max,
             headroom=[_HEADROOM],
             persist_bytes_max=1 << 60,
@@ -148,6 +148,7 @@ class Simulator:
 
     def _serve(self, time_s: float, prefix: Prefix, prompt_tokens: int) -> SimRequest:
         tiers, result, end = self.tiers, self.result, len(prefix.keys)
+        tiers.arrived(prefix, time_s)
         hit = tiers.match(prefix, 0, end, time_s)
         dram, ssd = tiers.tier_tokens(prefix, 0, hit)
         if hit:

@@ -63,8 +63,8 @@ PICK = st.integers(0, 999)
 ADMISSIONS = [
     AdmissionConfig(policy="full_duplicate"),
     AdmissionConfig(policy="dram_only"),
-    AdmissionConfig(evictions=1),
-    AdmissionConfig(evictions=2, reuses=2),
+    AdmissionConfig(policy="saria", evictions=1),
+    AdmissionConfig(policy="saria", evictions=2, reuses=2),
 ]
 
 SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -149,7 +149,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.shapes,
             SlotAllocator(slabs, self.cells),
             ExtentAllocator(DRIVES, SEGMENTS_MAX, RECORDS[: self.groups]) if with_ssd else None,
-            make_admission(admission),
+            make_admission(admission, 16),
             ghosts_max=ghosts_max,
             headroom=self.headroom,
             persist_bytes_max=self.persist_bytes_max,

@@ -18,7 +18,7 @@ def decide(admission: Admission, moment: str, evictions: int, reuses: int) -> st
     index.reuses[rows] = reuses
     if moment == "evicted":
         index.evictions[rows] = evictions - 1
-        return REASONS[int(admission.evicted(index, rows, 0.0)[0])].name
+        return REASONS[int(admission.evicted(index, rows, 0.0, None)[0])].name
     index.evictions[rows] = evictions
     reasons = admission.kept(index, rows)
     return "nothing" if reasons is None else REASONS[int(reasons[0])].name
@@ -26,7 +26,7 @@ def decide(admission: Admission, moment: str, evictions: int, reuses: int) -> st
 
 @pytest.mark.parametrize("k", [1, 2, 3, 255])
 def test_saria_persists_on_the_kth_eviction(k: int) -> None:
-    admission = make_admission(AdmissionConfig(evictions=k))
+    admission = make_admission(AdmissionConfig(policy="saria", evictions=k), 16)
     assert decide(admission, "evicted", k, 0) == "eviction_count"
     if k > 1:
         assert decide(admission, "evicted", k - 1, 9) == "not_yet"
@@ -35,7 +35,7 @@ def test_saria_persists_on_the_kth_eviction(k: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 65535])
 def test_saria_persists_once_reused_n_times(n: int) -> None:
-    admission = make_admission(AdmissionConfig(evictions=5, reuses=n))
+    admission = make_admission(AdmissionConfig(policy="saria", evictions=5, reuses=n), 16)
     for moment in ("kept", "evicted"):
         assert decide(admission, moment, 1, n) == "reuse_count"
         assert decide(admission, moment, 1, n - 1) == "not_yet"
@@ -46,18 +46,24 @@ def test_many_chunks_are_decided_each_by_its_own_history() -> None:
     rows = index.add(0, [b"a", b"b", b"c"], [b"", b"", b""])
     index.evictions[rows] = [0, 1, 0]
     index.reuses[rows] = [0, 0, 4]
-    reasons = make_admission(AdmissionConfig(reuses=3)).evicted(index, rows, 0.0)
+    reasons = make_admission(AdmissionConfig(policy="saria", reuses=3), 16).evicted(index, rows, 0.0, None)
     assert [REASONS[reason].name for reason in reasons] == ["not_yet", "eviction_count", "reuse_count"]
 
 
 @pytest.mark.parametrize(("policy", "reason"), [("full_duplicate", "every_chunk"), ("dram_only", "never")])
 def test_the_baselines_decide_alike_at_every_eviction(policy: str, reason: str) -> None:
-    admission = make_admission(AdmissionConfig(policy=policy))  # type: ignore[arg-type]
+    admission = make_admission(AdmissionConfig(policy=policy), 16)  # type: ignore[arg-type]
     assert decide(admission, "evicted", 1, 0) == decide(admission, "evicted", 255, 65535) == reason
     assert decide(admission, "kept", 0, 0) == ("nothing" if policy == "dram_only" else reason)
 
 
 def test_only_these_reasons_admit_and_all_are_labels_of_the_counter() -> None:
-    assert {reason.name for reason in REASONS if reason.admit} == {"every_chunk", "eviction_count", "reuse_count"}
+    assert {reason.name for reason in REASONS if reason.admit} == {
+        "every_chunk",
+        "eviction_count",
+        "reuse_count",
+        "score_high",
+        "return_likely",
+    }
     assert {reason.name for reason in REASONS} <= set(COUNTERS["admission"].values)
     assert np.uint8(len(REASONS)) == len(REASONS)

@@ -227,9 +227,7 @@ def test_reap_times_out_and_later_returns_the_transfer(
     os.close(fd)
 
 
-def test_close_waits_for_what_is_in_flight(
-    engine: SsdEngine, memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_waits_for_what_is_in_flight(engine: SsdEngine, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     fd, let_go = blocking_source(engine, monkeypatch)
     engine.submit_read(fd, memory.address, 4, 0, tag=8)
     threading.Timer(0.2, let_go).start()

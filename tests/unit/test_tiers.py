@@ -144,7 +144,7 @@ def test_make_room_evicts_to_the_headroom_and_no_further() -> None:
 
 
 def test_slots_on_their_way_count_as_headroom() -> None:
-    tiers = make_tiers(8, admission=AdmissionConfig(evictions=1), headroom=3)
+    tiers = make_tiers(8, admission=AdmissionConfig(policy="saria", evictions=1), headroom=3)
     store(tiers, KEYS[:8])
     jobs = tiers.make_room(0.0)
     assert len(jobs) == 3
@@ -173,7 +173,7 @@ def test_two_groups_that_share_the_last_empty_slab_both_get_room() -> None:
         [GroupShape(0, 16, 1, RECORD), GroupShape(1, 16, 1, RECORD)],
         SlotAllocator(3, [1, 1]),
         None,
-        make_admission(DRAM_ONLY),
+        make_admission(DRAM_ONLY, 16),
         ghosts_max=9,
         headroom=[1, 1],
         persist_bytes_max=RECORD,
@@ -188,7 +188,7 @@ def test_two_groups_that_share_the_last_empty_slab_both_get_room() -> None:
 
 
 def test_the_second_eviction_persists_by_default() -> None:
-    tiers = make_tiers(admission=AdmissionConfig())
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria"))
     store(tiers, KEYS[:1])
     assert evict_all(tiers) == []
     assert match(tiers, KEYS, 0, 1) == 0
@@ -201,7 +201,7 @@ def test_the_second_eviction_persists_by_default() -> None:
 
 
 def test_a_forgotten_ghost_starts_again() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(), ghosts_max=1)
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria"), ghosts_max=1)
     store(tiers, [b"x"])
     evict_all(tiers)
     store(tiers, [b"y"])
@@ -211,7 +211,7 @@ def test_a_forgotten_ghost_starts_again() -> None:
 
 
 def test_the_nth_reuse_persists_before_eviction() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(reuses=2))
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", reuses=2))
     store(tiers, KEYS[:2])
     touch(tiers, KEYS, 2, 1)
     assert tiers.make_room(0.0) == []
@@ -247,7 +247,7 @@ def test_dram_only_never_writes() -> None:
 
 
 def test_without_an_ssd_what_is_admitted_is_dropped_and_counted() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(evictions=1), ssd=False)
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), ssd=False)
     store(tiers, KEYS[:2])
     assert evict_all(tiers) == []
     assert tiers.chunks.counts["dropped_chunks:ssd_off"] == 2
@@ -258,7 +258,7 @@ def test_without_an_ssd_what_is_admitted_is_dropped_and_counted() -> None:
 
 
 def test_over_the_persist_bound_evicted_chunks_are_dropped_and_counted() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(evictions=1), persist_records=2)
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), persist_records=2)
     store(tiers, KEYS[:5])
     jobs = evict_all(tiers)
     assert [job.key for job in jobs] == [b"k4", b"k3"]
@@ -290,7 +290,7 @@ def test_a_record_larger_than_the_bound_is_written_alone() -> None:
 
 
 def test_a_load_during_the_write_of_an_evicted_chunk_rescues_it() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(evictions=1))
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1))
     store(tiers, KEYS[:1])
     (persist,) = evict_all(tiers)
     load = plan_load(tiers, KEYS[:1])
@@ -316,7 +316,7 @@ def test_evicting_a_chunk_that_is_being_written_waits_for_that_write() -> None:
 
 
 def test_a_failed_write_pauses_the_drive_and_drops_the_evicted_chunk() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(evictions=1))
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1))
     store(tiers, KEYS[:3])
     first, *rest = evict_all(tiers)
     end(tiers, first, failed=(0,), now=100.0, reason="write_failed")
@@ -376,7 +376,7 @@ def test_a_chunk_in_dram_survives_the_retirement_of_its_ssd_copy() -> None:
 
 def test_a_wish_to_write_a_chunk_dies_with_it() -> None:
     """Index rows are used again: the next chunk in the row was never admitted."""
-    tiers = make_tiers(admission=AdmissionConfig(evictions=9, reuses=1), persist_records=1)
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=9, reuses=1), persist_records=1)
     store(tiers, [b"a", b"b"])
     touch(tiers, [b"a", b"b"], 2, 2)
     (persist,) = tiers.make_room(0.0)
@@ -467,7 +467,7 @@ def test_two_groups_are_stored_and_offered_together(ranks: int) -> None:
         [GroupShape(0, 16, 1, RECORD), GroupShape(1, 16, 1, 3 * RECORD)],
         SlotAllocator(4, [4, 2]),
         ExtentAllocator(1, 4, [4, 2]),
-        make_admission(AdmissionConfig()),
+        make_admission(AdmissionConfig(policy="saria"), 16),
         ghosts_max=9,
         headroom=[1, 1],
         persist_bytes_max=8 * RECORD,
@@ -486,7 +486,7 @@ def test_two_groups_are_stored_and_offered_together(ranks: int) -> None:
 
 
 def test_a_chunk_worth_a_write_waits_while_half_of_the_headroom_is_there() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(evictions=1), headroom=4, persist_records=1)
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), headroom=4, persist_records=1)
     store(tiers, KEYS[:6])
     first = tiers.make_room(0.0)
     assert [job.key for job in first] == [b"k5"], "two slots are free: the rest may wait"
@@ -503,7 +503,9 @@ def test_a_chunk_worth_a_write_waits_while_half_of_the_headroom_is_there() -> No
 
 
 def two_drives(persist_records: int) -> Tiers:
-    tiers = make_tiers(16, admission=AdmissionConfig(evictions=1), headroom=1, persist_records=persist_records)
+    tiers = make_tiers(
+        16, admission=AdmissionConfig(policy="saria", evictions=1), headroom=1, persist_records=persist_records
+    )
     tiers.chunks.extents = ExtentAllocator(2, 4, [4])
     return tiers
 

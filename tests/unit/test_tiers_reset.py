@@ -57,7 +57,7 @@ def test_what_does_not_fit_this_configuration_is_not_adopted() -> None:
 
 
 def test_a_chunk_stored_before_it_was_found_gains_its_ssd_copy() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(evictions=1))
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1))
     store(tiers, [b"k0"])
     adopt(tiers, [found(b"k0", b"", 2, 0)], next_segment=3)
     tiers.check()
@@ -117,7 +117,7 @@ def test_reset_with_jobs_in_flight_frees_their_slots_and_segments_once_at_their_
 
 
 def test_a_ghost_from_before_a_reset_is_forgotten() -> None:
-    tiers = make_tiers(admission=AdmissionConfig())
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria"))
     store(tiers, KEYS[:1])
     evict_all(tiers)
     tiers.reset()

@@ -36,7 +36,7 @@ def make_tiers(
         [GroupShape(0, 16, 1, RECORD)],
         SlotAllocator(1, [slots]),
         ExtentAllocator(1, segments_max, [records]) if ssd else None,
-        make_admission(admission or AdmissionConfig(policy="full_duplicate")),
+        make_admission(admission or AdmissionConfig(policy="full_duplicate"), 16),
         ghosts_max=ghosts_max,
         headroom=[headroom],
         persist_bytes_max=persist_records * RECORD,

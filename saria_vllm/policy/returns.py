@@ -1,0 +1,201 @@
+"""Predict the return: which chunks that leave DRAM will be asked for again.
+
+What is known of a chunk is the request that touched it last: how long ago, how long its prompt was, whether a later
+request left its branch, whether its line of requests came back after an eviction before. From these a logistic
+regression tells the probability of a return. It learns online, without a training set: chunks evicted together are one
+example, positive when they are asked for again, negative after half an hour without; late returns correct that.
+
+The regression is fitted by an extended Kalman filter (recursive least squares on the logit), so a hundred examples are
+enough to be useful.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+LENGTH_BUCKETS = 24
+_UNIT_TOKENS = 64.0
+"""Lengths are counted in this many tokens, whatever the size of a chunk."""
+
+FEATURES = 4 + 1 + LENGTH_BUCKETS + 4 + 3
+
+_PRIOR_VARIANCE = 0.3
+_LEARNING_RATE = 0.1
+_EXAMPLE_TOKENS = 16_384.0
+"""An example of so many evicted tokens has the full learning rate; it grows with the square root."""
+
+_FORGETTING = 1e-6
+"""Variance that comes back with every example, so that the model follows a load that changes."""
+
+NO_RETURN_S = 1800.0
+"""An evicted chunk counts as not returning when it was not asked for within this time."""
+
+VISITS_MAX = 1 << 16
+"""Requests that are remembered. What the last of an older one touched is taken for dead."""
+
+BURSTS_MAX = 1 << 14
+"""Examples that are remembered while they wait for their answer."""
+
+
+class LogisticModel:
+    """Logistic regression with the weights' covariance."""
+
+    def __init__(self) -> None:
+        self.weights: Floats = np.zeros(FEATURES)
+        self.weights[:2] = 2.0, -1.0  # Most come back soon, few after an hour: where every load starts.
+        self._covariance: Floats = np.eye(FEATURES) * _PRIOR_VARIANCE
+
+    def probability(self, features: Floats) -> Floats:
+        """Of rows of features."""
+        return 1 / (1 + np.exp(-(features @ self.weights)))
+
+    def learn(self, features: Floats, returned: bool, tokens: float) -> None:
+        """One example of so many tokens."""
+        predicted = 1 / (1 + math.exp(-float(features @ self.weights)))
+        rate = _LEARNING_RATE * math.sqrt(tokens / _EXAMPLE_TOKENS)
+        curvature = max(predicted * (1 - predicted), 0.02) * rate
+        gain = self._covariance @ features
+        scale = 1 + curvature * float(features @ gain)
+        self.weights += gain * (rate * (returned - predicted) / scale)
+        self._covariance -= np.outer(gain, gain) * (curvature / scale)
+        self._covariance.flat[:: FEATURES + 1] += _FORGETTING * _PRIOR_VARIANCE
+
+
+class Line:
+    """A line of requests, each of which continues the one before: what an agent's session looks like from here."""
+
+    __slots__ = ("returns",)
+
+    def __init__(self) -> None:
+        self.returns = 0
+        """Requests of it that found something evicted."""
+
+
+class Visit:
+    """A request as far as its chunks' fate depends on it."""
+
+    __slots__ = ("chunks", "left_at", "left_chunks", "line", "time")
+
+    def __init__(self, time: float, chunks: int, line: Line) -> None:
+        self.time, self.chunks, self.line = time, chunks, line
+        self.left_at = -1
+        """Chunks that a later request shared before it took another branch, -1 when none did."""
+        self.left_chunks = 0
+        """Length of that request."""
+
+
+class Burst:
+    """Chunks of one visit that were evicted at one time: one example."""
+
+    __slots__ = ("answered", "chunks", "features", "returned", "time")
+
+    def __init__(self, features: Floats, time: float) -> None:
+        self.features, self.time = features, time
+        self.chunks = self.returned = 0
+        self.answered = False
+        """Whether it was counted as not returning."""
+
+
+class Returns:
+    """Visits, what they say about evicted chunks, and what came of it. Chunks are told by depth: rows stay outside."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._scale = chunk_tokens / _UNIT_TOKENS
+        self._chunk_tokens = chunk_tokens
+        self.model = LogisticModel()
+        self._visits: OrderedDict[int, Visit] = OrderedDict()
+        self._bursts: OrderedDict[int, Burst] = OrderedDict()
+        self._unanswered: OrderedDict[int, Burst] = OrderedDict()
+        self._now_bursts: dict[tuple[int, bool, bool], int] = {}
+        self._now = -math.inf
+        self._last_visit = self._last_burst = 0
+
+    def visit(self, chunks: int, known: int, last_visit: int, returned: dict[int, int], now: float) -> int:
+        """A request of so many chunks came, the first `known` of which were seen before, the last of these by
+        `last_visit`. `returned` counts chunks by the burst in which they were evicted. Returns the visit's number."""
+        before = self._visits.get(last_visit) if known else None
+        continues = before is not None and (known == before.chunks or known >= before.chunks / 2)
+        if before is not None and known < chunks and known < before.chunks and not 0 <= before.left_at <= known:
+            before.left_at, before.left_chunks = known, chunks
+        line = before.line if before is not None and continues else Line()
+        if returned and continues:
+            line.returns += 1
+        for number, count in returned.items():
+            self._learn_return(number, count)
+        self._answer_late(now)
+        self._last_visit += 1
+        self._visits[self._last_visit] = Visit(now, chunks, line)
+        if len(self._visits) > VISITS_MAX:
+            self._visits.popitem(last=False)
+        return self._last_visit
+
+    def _learn_return(self, number: int, count: int) -> None:
+        burst = self._bursts.get(number)
+        if burst is None:
+            return
+        burst.returned += count
+        for _ in range(1 + burst.answered):  # The second time takes back what it was counted as.
+            self.model.learn(burst.features, True, burst.returned * self._chunk_tokens)
+
+    def _answer_late(self, now: float) -> None:
+        while self._unanswered:
+            number, burst = next(iter(self._unanswered.items()))
+            if burst.time + NO_RETURN_S >= now:
+                break
+            del self._unanswered[number]
+            burst.answered = True
+            if burst.chunks > burst.returned:
+                self.model.learn(burst.features, False, (burst.chunks - burst.returned) * self._chunk_tokens)
+
+    def evicted(self, visit: int, left: bool, again: bool, chunks: int, now: float) -> tuple[float, int]:
+        """Chunks leave DRAM that `visit` touched last; `left`: behind the point where its branch was left; `again`: not
+        for the first time. Returns the probability that they are asked for again, and the number of their burst."""
+        if now != self._now:
+            self._now = now
+            self._now_bursts.clear()
+        key = visit, left, again
+        number = self._now_bursts.get(key, 0)
+        burst = self._bursts.get(number)
+        if burst is None:
+            self._last_burst = number = self._last_burst + 1
+            burst = self._bursts[number] = self._unanswered[number] = Burst(
+                self._features(visit, left, again, now), now
+            )
+            self._now_bursts[key] = number
+            if len(self._bursts) > BURSTS_MAX:
+                self._unanswered.pop(self._bursts.popitem(last=False)[0], None)
+        burst.chunks += chunks
+        return float(self.model.probability(burst.features)), number
+
+    def left_at(self, visit: int) -> int:
+        """Depth from which the visit's chunks are on a branch that was left; -1 for nowhere, and -2 for a visit that is
+        not remembered."""
+        known = self._visits.get(visit)
+        return -2 if known is None else known.left_at
+
+    def _features(self, number: int, left: bool, again: bool, now: float) -> Floats:
+        visit = self._visits[number]
+        features = np.zeros(FEATURES)
+        age = math.log2(max(now - visit.time, 1.0) / 64)
+        length = max(visit.chunks * self._scale, 1.0)
+        features[:5] = 1, age / 2, max(0.0, age - 3) / 2, max(0.0, -age) / 2, math.log2(max(length, 16) / 512) / 2
+        bucket = min(max(math.floor(math.log2(length) * 3), 15), 14 + LENGTH_BUCKETS) - 15
+        features[5 + bucket] = 1
+        rest = 5 + LENGTH_BUCKETS
+        if left:
+            tail = visit.left_at >= visit.chunks / 2
+            features[rest] = tail
+            if not tail:
+                ratio = visit.left_chunks / visit.chunks
+                features[rest + 1] = 1
+                features[rest + 2] = min(2.0, max(-2.0, math.log2(ratio))) / 2
+                features[rest + 3] = ratio > 0.9 and visit.left_chunks < 1.1 * visit.chunks + 16 / self._scale
+        returns = visit.line.returns
+        features[rest + 4 : rest + 7] = again, returns > 0, min(returns, 4) / 2
+        return features
