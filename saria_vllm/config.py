@@ -79,7 +79,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`saria`: persist on this DRAM eviction of a chunk (k)."""
     reuses: int = 0
     """`saria`: persist before eviction once a chunk was reused this often (N); 0 turns it off."""
-    threshold: float = 0.7
+    threshold: float = 0.74
     """`return`: persist from this probability of a return on, where no write budget moves it; `score`: from this score
     on."""
     ghosts_max: int = 1_000_000

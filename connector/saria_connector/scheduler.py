@@ -53,8 +53,8 @@ class RequestState:
     """What we remember of a request between vLLM's calls."""
 
     __slots__ = (
-        "arrived", "asked_computed", "hit_end", "load_failures", "no_store", "prefix", "request", "retried", "scheduled",
-        "sources", "stored", "wait_until",
+        "arrived", "asked_computed", "hit_end", "load_failures", "no_store", "prefix", "request", "retried",
+        "scheduled", "sources", "stored", "wait_until",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="P[:KEY=VALUE,...]",
-        help=f"one of {', '.join(get_args(AdmissionPolicy))}; may be given several times",
+        help=f"one of {', '.join(get_args(AdmissionPolicy))}, oracle; may be given several times",
     )
     parser.add_argument("--promotion", type=float, default=1.0, help="share of a hit that belongs in DRAM, 0 to 1")
     parser.add_argument("--ssd-eviction", choices=["lru", "segment"], default="lru", help="segment is what serves")
@@ -62,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     if trace.skipped:
         print(f"skipped {trace.skipped} malformed lines", file=sys.stderr)
     names = arguments.admission or ["default"]
-    rows = [_row(arguments, trace, name) for name in (*names, *(["oracle"] if len(names) > 1 else []))]
+    rows = [
+        _row(arguments, trace, name)
+        for name in (*names, *(["oracle"] if len(names) > 1 and "oracle" not in names else []))
+    ]
     if arguments.plot:
         _plot(rows, arguments.plot)
     if arguments.json:
@@ -91,7 +94,8 @@ def _check(arguments: argparse.Namespace) -> None:
         model(arguments.model)
     parse_seconds(arguments.starts)
     for name in arguments.admission:
-        parse_admission(name)
+        if name != "oracle":
+            parse_admission(name)
 
 
 def parse_seconds(text: str) -> float:

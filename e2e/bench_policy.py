@@ -1,0 +1,86 @@
+"""Admission policies on real agent sessions: hit rate and SSD writes in three densities of load and three draws of starts.
+
+    python e2e/bench_policy.py --trace ../shared/traces/weka_350.jsonl.gz [--policy P]... [--jobs 2] [--out FILE]
+
+Each run is `saria simulate` with 64-token chunks, 2.2M tokens of DRAM, 32M of SSD replaced by LRU and full promotion;
+"gap" is the share of the hit rate between `saria` and the oracle that a policy closes. Runs found in FILE are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+
+POLICIES = ["dram_only", "full_duplicate", "saria", "return", "return:threshold=0.66", "return:threshold=0.78", "score"]
+STARTS, SEEDS = ["12h", "4h", "2h"], [1, 2, 3]
+
+Key = tuple[str, str, int]
+
+
+def simulate(trace: str, key: Key) -> dict[str, float]:
+    policy, starts, seed = key
+    command = [
+        sys.executable, "-m", "saria_vllm.cli", "simulate", "--trace", trace, "--starts", starts, "--start-seed", str(seed),
+        "--dram-tokens", "2200000", "--ssd-tokens", "32000000", "--admission", policy, "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    row: dict[str, float] = json.loads(done.stdout)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", required=True)
+    parser.add_argument("--policy", action="append", default=[])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("out/policy.jsonl"))
+    arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    rows: dict[Key, dict[str, float]] = {}
+    if arguments.out.exists():
+        for line in arguments.out.read_text().splitlines():
+            key, row = json.loads(line)
+            rows[tuple(key)] = row
+    policies = arguments.policy or [*POLICIES, "oracle"]
+    wanted = [(policy, starts, seed) for seed in SEEDS for policy in policies for starts in STARTS]
+    missing = [key for key in wanted if key not in rows]
+    with ThreadPoolExecutor(arguments.jobs) as pool, arguments.out.open("a") as out:
+        for key, row in zip(missing, pool.map(lambda key: simulate(arguments.trace, key), missing), strict=True):
+            rows[key] = row
+            print(json.dumps([key, row]), file=out, flush=True)
+            print(f"{key}: hit {row['hit_rate']:.2%}, {row['ssd_write_tokens'] / 1e6:.1f}M written", file=sys.stderr)
+    report(rows)
+
+
+def report(rows: dict[Key, dict[str, float]]) -> None:
+    policies = list(dict.fromkeys(policy for policy, _, _ in rows))
+
+    def average(policy: str, name: str, starts: str) -> float:
+        return mean(rows[policy, starts, seed][name] for seed in SEEDS if (policy, starts, seed) in rows)
+
+    def overall(policy: str, name: str) -> float:
+        return mean(average(policy, name, starts) for starts in STARTS)
+
+    print(
+        "| policy | " + " | ".join(f"{starts} hit % / written M" for starts in STARTS) + " | writes / saria | gap % |"
+    )
+    print("|---|" + "---|" * (len(STARTS) + 2))
+    for policy in policies:
+        cells = [
+            f"{100 * average(policy, 'hit_rate', starts):.1f} / {average(policy, 'ssd_write_tokens', starts) / 1e6:.1f}"
+            for starts in STARTS
+        ]
+        hit, writes = overall(policy, "hit_rate"), overall(policy, "ssd_write_tokens")
+        if {"saria", "oracle"} <= set(policies):
+            low, high = overall("saria", "hit_rate"), overall("oracle", "hit_rate")
+            cells += [f"{writes / overall('saria', 'ssd_write_tokens'):.3f}", f"{100 * (hit - low) / (high - low):.1f}"]
+        print(f"| `{policy}` | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
