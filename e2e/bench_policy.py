@@ -1,9 +1,10 @@
-"""Admission policies on real agent sessions: hit rate and SSD writes in three densities of load and three draws of starts.
+"""Admission policies on real agent sessions: hit rate and SSD writes at three densities, three draws of starts each.
 
     python e2e/bench_policy.py --trace ../shared/traces/weka_350.jsonl.gz [--policy P]... [--jobs 2] [--out FILE]
 
 Each run is `saria simulate` with 64-token chunks, 2.2M tokens of DRAM, 32M of SSD replaced by LRU and full promotion;
-"gap" is the share of the hit rate between `saria` and the oracle that a policy closes. Runs found in FILE are not repeated.
+"gap" is the share of the hit rate between `saria` and the oracle that a policy closes. Runs found in FILE are not
+repeated.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Key = tuple[str, str, int]
 def simulate(trace: str, key: Key) -> dict[str, float]:
     policy, starts, seed = key
     command = [
-        sys.executable, "-m", "saria_vllm.cli", "simulate", "--trace", trace, "--starts", starts, "--start-seed", str(seed),
-        "--dram-tokens", "2200000", "--ssd-tokens", "32000000", "--admission", policy, "--json",
+        sys.executable, "-m", "saria_vllm.cli", "simulate", "--trace", trace, "--starts", starts,
+        "--start-seed", str(seed), "--dram-tokens", "2200000", "--ssd-tokens", "32000000",
+        "--admission", policy, "--json",
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     row: dict[str, float] = json.loads(done.stdout)
