@@ -99,7 +99,8 @@ class SchedulerSide:
         self._block_tokens = sizing.shapes[0].block_tokens
         self._hash_tokens = kv_cache_config.hash_block_size or self._block_tokens
         self._shares_blocks = vllm_config.cache_config.enable_prefix_caching
-        batch_chunks = -(-vllm_config.scheduler_config.max_num_batched_tokens // self._chunk_tokens) + 1
+        # A request that ends may have three steps' chunks to store at once: chunks are stored when they are confirmed.
+        batch_chunks = 3 * (-(-vllm_config.scheduler_config.max_num_batched_tokens // self._chunk_tokens) + 1)
         slots = SlotAllocator(sizing.slabs, [sizing.slab_bytes // shape.record_bytes for shape in sizing.shapes])
         region = sizing.slabs * sizing.slab_bytes
         self.tiers = Tiers(
@@ -195,7 +196,7 @@ class SchedulerSide:
         state.scheduled, state.retried, state.wait_until = False, False, 0.0
         if not state.arrived:
             state.arrived = True
-            self.tiers.arrived(self._prefix(state), self._clock())
+            self.tiers.arrived(self._prefix(state), state.hit_end, self._clock())
         if external <= 0:
             if not any(state.sources):  # All of the hit is in HBM: what is stored next goes behind a recent prefix.
                 self.tiers.touch(state.prefix, state.hit_end, 0, self._clock())
@@ -291,7 +292,7 @@ class SchedulerSide:
             if left > 0 and min(map(len, block_ids)):
                 reason = "no_slot" if self._chunks_to_hold() else "hold_limit"
                 count(self.tiers.chunks.counts, "dropped_chunks", left, reason)
-        self.tiers.touch(state.prefix, len(state.prefix.keys), state.hit_end, self._clock())
+        self.tiers.touch(state.prefix, len(state.prefix.keys), 0, self._clock())
 
     # Once per step.
 

@@ -106,13 +106,15 @@ class Tiers:
 
     # Requests.
 
-    def arrived(self, prefix: Prefix, now: float) -> None:
-        """A request is being served: once for each, before its load is planned. Admission learns from it."""
+    def arrived(self, prefix: Prefix, reused: int, now: float) -> None:
+        """A request is being served that reuses its first `reused` chunks: once for each, before its load is planned.
+        Admission learns from it, and all of its chunks become recent: those behind a gap, too, will be used soon."""
         index, end = self.chunks.index, len(prefix.keys)
         located = index.locate(prefix, 0, end)
         prefix.visit = self._admission.arrived(index, located[0], now)
         for rows in located:
             index.visit[rows[rows >= 0]] = prefix.visit
+        self.touch(prefix, end, reused, now)
 
     # Loads.
 

@@ -148,8 +148,8 @@ class Simulator:
 
     def _serve(self, time_s: float, prefix: Prefix, prompt_tokens: int) -> SimRequest:
         tiers, result, end = self.tiers, self.result, len(prefix.keys)
-        tiers.arrived(prefix, time_s)
         hit = tiers.match(prefix, 0, end, time_s)
+        tiers.arrived(prefix, hit, time_s)
         dram, ssd = tiers.tier_tokens(prefix, 0, hit)
         if hit:
             job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)], time_s)
@@ -160,7 +160,7 @@ class Simulator:
         if hit < end:
             self._copy(tiers.plan_store, prefix, hit, end, time_s)
         self._promote(prefix, end, time_s)
-        tiers.touch(prefix, end, hit, time_s)
+        tiers.touch(prefix, end, 0, time_s)
         self._make_room(time_s)
         if self._refresh_all and self._lru is not None:
             rows = tiers.chunks.index.locate(prefix, 0, end)[0]

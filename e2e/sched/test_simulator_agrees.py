@@ -1,0 +1,97 @@
+"""The simulator counts what the connector counts: the same requests through both, every counter of the policy equal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness import Engine, prompt
+from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy.admission import make_admission
+from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.index import Prefix
+from saria_vllm.policy.slots import SlotAllocator
+from saria_vllm.policy.tiers import Tiers
+from saria_vllm.sim.simulator import SimConfig, Simulator
+from saria_vllm.storage.format import records_per_segment
+
+pytestmark = pytest.mark.vllm
+Make = Callable[..., Engine]
+
+COMPARED = (
+    "hit_tokens:dram", "hit_tokens:ssd", "loads:loaded", "stored_chunks", "evicted_chunks:persisted",
+    "evicted_chunks:already_on_ssd", "evicted_chunks:dropped", "admission:not_yet", "admission:eviction_count",
+    "admission:every_chunk", "admission:never", "admission:return_likely", "admission:return_unlikely",
+    "admission:branch_left", "persisted_chunks", "retired_chunks", "dropped_chunks:not_admitted",
+)  # fmt: skip
+
+
+def simulator_like(engine: Engine, admission: AdmissionConfig) -> Simulator:
+    """With tiers of the engine's sizes."""
+    side, sizing = engine.side, engine.side.sizing
+    config = SimConfig(engine.chunk_tokens, engine.chunk_tokens, 0, admission, promotion=0.0, ssd_eviction="segment")
+    simulator = Simulator(config)
+    assert side.tiers.chunks.extents is not None
+    records = [records_per_segment(shape.record_bytes, sizing.segment_bytes) for shape in sizing.shapes]
+    simulator.tiers = Tiers(
+        sizing.shapes,
+        SlotAllocator(sizing.slabs, [sizing.slab_bytes // shape.record_bytes for shape in sizing.shapes]),
+        ExtentAllocator(1, sizing.segments_max, records),
+        make_admission(admission, engine.chunk_tokens),
+        ghosts_max=admission.ghosts_max,
+        headroom=side.tiers.evictor._headroom,
+        persist_bytes_max=1 << 60,
+    )
+    return simulator
+
+
+def agents(seed: int) -> list[list[int]]:
+    """Prompts of four agents that take turns, grow, branch off now and then, and start again."""
+    rng = random.Random(seed)
+    prompts, contexts = [], {agent: prompt(rng.randrange(40, 200), seed=agent) for agent in range(4)}
+    for turn in range(60):
+        agent = rng.choice([0, 0, 0, 1, 1, 2, 3])
+        context = contexts[agent]
+        if rng.random() < 0.15:
+            context = context[: len(context) // 2]
+        context = context + prompt(rng.randrange(10, 90), seed=100 + turn)
+        contexts[agent] = prompt(50, seed=agent) if len(context) > 700 else context
+        prompts.append(context[: len(context) - (len(context) % 16 == 0)])
+    return prompts
+
+
+@pytest.mark.parametrize("policy", ["saria", "full_duplicate", "dram_only", "return"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, policy: str, seed: int) -> None:
+    engine = make(
+        blocks=400,
+        batched_tokens=64,
+        block_bytes=65536,
+        dram_capacity="4MiB",
+        ssd_paths=[str(tmp_path)],
+        # Writing everything again and again to a full SSD, what is lost depends on when a write ends.
+        ssd_capacity="64MiB" if policy == "full_duplicate" else "8MiB",
+        admission=policy,
+    )
+    engine.serve("opens the SSD tier", prompt(8))
+    simulator = simulator_like(engine, AdmissionConfig(policy=policy))  # type: ignore[arg-type]
+    for number, tokens in enumerate(agents(seed)):
+        engine.now += 30.0
+        engine.flush_hbm()
+        engine.serve(f"r{number}", tokens)
+        engine.run()
+        engine._report_rest()
+        keys = engine.keys(engine.requests[f"r{number}"])[: len(tokens) // engine.chunk_tokens]
+        simulator._serve(engine.now, Prefix(keys), len(tokens))
+        assert not engine.counted("dropped_chunks:no_slot") and not engine.counted("dropped_chunks:hold_limit")
+        theirs = simulator.tiers.chunks.counts
+        ours = {name: engine.counted(name) for name in COMPARED}
+        assert ours == {name: theirs.get(name, 0) for name in COMPARED}, f"after request {number}"
+    if policy != "dram_only":
+        assert ours["hit_tokens:ssd"] > 0
+        assert ours["persisted_chunks"] > 0
+    assert ours["hit_tokens:dram"] > 0
+    assert sum(ours[f"evicted_chunks:{how}"] for how in ("persisted", "already_on_ssd", "dropped")) > 100
