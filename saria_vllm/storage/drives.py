@@ -6,15 +6,11 @@ import errno
 import mmap
 import os
 import threading
-from collections import deque
 
 from saria_vllm.errors import StorageError
 from saria_vllm.types import RECORD_ALIGN_BYTES
 
 PROBE_NAME = "probe"
-
-STALE_FDS_MAX = 64
-"""Numbers of closed files that `Graveyard` keeps back."""
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_ALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -100,34 +96,53 @@ class Drive:
             os.unlink(path)
 
 
-class Graveyard:
-    """Closes files that somebody may still be about to use.
-
-    The file is closed at once, but its number points at /dev/null until `STALE_FDS_MAX` more were buried: a late
-    reader gets no bytes and a late writer loses his, instead of meeting whatever file got that number next.
-    """
+class Descriptors:
+    """Closes files once nobody uses them: a number that somebody is still to read or write through must not become
+    another file's. Knows only the descriptors that are in use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._null_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        self._stale_fds: deque[int] = deque()
+        self._uses: dict[int, int] = {}
+        self._unwanted: set[int] = set()
 
-    def bury(self, fd: int) -> None:
-        """Close a file; -1 is a no-op."""
-        if fd < 0:
-            return
-        os.dup2(self._null_fd, fd, inheritable=False)
+    @property
+    def in_use(self) -> int:
+        """Open files with at least one user."""
+        return len(self._uses)
+
+    def use(self, fd: int) -> None:
+        """One user more; `release` must follow."""
         with self._lock:
-            self._stale_fds.append(fd)
-            oldest = self._stale_fds.popleft() if len(self._stale_fds) > STALE_FDS_MAX else -1
-        if oldest >= 0:
-            os.close(oldest)
+            self._uses[fd] = self._uses.get(fd, 0) + 1
 
-    def close(self) -> None:
-        """Give all numbers back. Nothing may be buried after."""
-        for fd in (*self._stale_fds, self._null_fd):
+    def release(self, fd: int) -> None:
+        """One user less: the last one closes what is unwanted."""
+        with self._lock:
+            self._uses[fd] -= 1
+            if self._uses[fd]:
+                return
+            del self._uses[fd]
+            unwanted = fd in self._unwanted
+            self._unwanted.discard(fd)
+        if unwanted:
             os.close(fd)
-        self._stale_fds.clear()
+
+    def close(self, fd: int) -> None:
+        """Close a file now, or with its last release; nobody begins to use it any more. -1 is a no-op."""
+        with self._lock:
+            if fd in self._uses:
+                self._unwanted.add(fd)
+                return
+        if fd >= 0:
+            os.close(fd)
+
+    def close_all(self) -> None:
+        """Close what is unwanted although somebody has not released it. Nothing may be moving any more."""
+        with self._lock:
+            unwanted, self._unwanted = self._unwanted, set()
+            self._uses.clear()
+        for fd in unwanted:
+            os.close(fd)
 
 
 def allocate(fd: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Opening segment files: O_DIRECT or its fallback, allocation, modes, and numbers of closed files."""
+"""Opening segment files: O_DIRECT or its fallback, allocation, modes, and files in use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from saria_vllm.errors import StorageError
 from saria_vllm.storage import drives
-from saria_vllm.storage.drives import Drive, Graveyard, read_aligned, write_aligned
+from saria_vllm.storage.drives import Descriptors, Drive, read_aligned, write_aligned
 
 
 def test_probe_leaves_nothing_and_files_round_trip(tmp_path: Path) -> None:
@@ -122,21 +122,27 @@ def test_short_writes_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         write_aligned(0, bytes(4096), 0)
 
 
-def test_buried_numbers_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drives, "STALE_FDS_MAX", 2)
-    graveyard = Graveyard()
-    fds = []
-    for name in "abc":
-        fd = os.open(tmp_path / name, os.O_RDWR | os.O_CREAT)
-        os.write(fd, b"old")
-        fds.append(fd)
-    for fd in fds:
-        graveyard.bury(fd)
-    graveyard.bury(-1)
-    for fd in fds[1:]:
-        assert os.pread(fd, 3, 0) == b""
-        os.pwrite(fd, b"new", 0)
-    with pytest.raises(OSError):
-        os.pread(fds[0], 3, 0)
-    graveyard.close()
-    assert {(tmp_path / name).read_bytes() for name in "abc"} == {b"old"}
+def test_a_file_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
+    descriptors = Descriptors()
+    fds = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in "abc"]
+    for fd in (fds[0], fds[0], fds[1]):
+        descriptors.use(fd)
+    for fd in (*fds, -1):
+        descriptors.close(fd)
+    assert (is_open(fds[0]), is_open(fds[1]), is_open(fds[2])) == (True, True, False)
+    descriptors.release(fds[0])
+    assert is_open(fds[0])
+    descriptors.release(fds[0])
+    assert not is_open(fds[0])
+    assert descriptors.in_use == 1
+    descriptors.close_all()
+    assert not is_open(fds[1])
+    assert descriptors.in_use == 0
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,75 @@
+"""The executor's SSD reads: many segments at once, loads that have ended, files that are none."""
+
+from __future__ import annotations
+
+import errno
+import random
+from typing import Any
+
+import pytest
+
+from doubles import Fault, MakeRig, Rig, from_ssd
+from saria_vllm.storage import segments as segments_module
+from saria_vllm.storage.drives import Drive
+from saria_vllm.types import Extent, GroupShape
+
+SMALL = GroupShape(0, 16, 1, 4096)
+ENGINES = ["posix", "io_uring"]
+
+
+def small(make_rig: MakeRig, **options: Any) -> Rig:
+    """One group with records of 4 KiB, a block each."""
+    return make_rig(shapes=(SMALL,), pages={0: (4096,)}, **options)
+
+
+def fill(rig: Rig, count: int, drives: int = 1) -> list[tuple[bytes, Extent]]:
+    """Chunks on SSD, each in a segment of its own."""
+    chunks = [(b"key%d" % n, Extent(n % drives, n, 0)) for n in range(count)]
+    for key, extent in chunks:
+        assert rig.put_on_ssd(0, key, extent).failed == ()
+    return chunks
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_more_reads_in_flight_than_files_stay_open(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr(segments_module, "READ_FDS_MAX", 4)
+    rig = small(make_rig, engine=engine, drives=2, io_threads=2, segment_records=1)
+    rig.open()
+    chunks, rng = fill(rig, 200, drives=2), random.Random(1)
+    rig.faults = lambda _transfer: Fault(delay_s=rng.random() * 0.01)
+    for _ in range(3):
+        items = [from_ssd(0, (n,), extent, key) for n, (key, extent) in enumerate(chunks)]
+        rng.shuffle(items)
+        jobs = [rig.load(*items[at : at + 20]) for at in range(0, 200, 20)]
+        assert [rig.loaded(job).failed for job in jobs] == [[]] * 10, rig.messages
+        assert all(rig.is_at(0, key, (n,)) for n, (key, _) in enumerate(chunks))
+    rig.check_quiet()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_reads_wait_for_the_descriptors_of_others_and_fail_when_there_are_none(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr(segments_module, "READ_FDS_MAX", 0)
+    rig = small(make_rig, engine=engine, io_threads=3, segment_records=1)
+    rig.open()
+    chunks = fill(rig, 60)
+    real, most, store = Drive.open_segment_file, 4, rig.executor._store
+    assert store is not None
+
+    def few(drive: Drive, path: str, **options: Any) -> int:
+        if store._descriptors.in_use >= most:
+            raise OSError(errno.EMFILE, "too many")
+        return real(drive, path, **options)
+
+    monkeypatch.setattr(Drive, "open_segment_file", few)
+    rig.faults = lambda _transfer: Fault(delay_s=0.005)
+    items = [from_ssd(0, (n,), extent, key) for n, (key, extent) in enumerate(chunks)]
+    jobs = [rig.load(*items[at : at + 20]) for at in range(0, 60, 20)]
+    assert [rig.loaded(job).failed for job in jobs] == [[]] * 3, rig.messages
+    most = 0
+    state = rig.loaded(rig.load(items[0]))
+    assert (state.failed, state.reason) == ([0], "read_failed")
+    rig.check_quiet()
