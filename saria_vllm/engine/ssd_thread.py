@@ -162,6 +162,9 @@ class SsdThread:
             raise OSError(errno.EIO, f"the {self._engine.name} engine failed")
         match op:
             case Read(state, position):
+                if not self._ends.is_wanted(state):
+                    self._ends.items(state, (position,), "stale")
+                    return
                 item = state.job.item(position)
                 assert item.extent is not None
                 nbytes = self._shapes[item.group].record_bytes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import random
+import threading
 from typing import Any
 
 import pytest
 
-from doubles import Fault, MakeRig, Rig, from_ssd
+from doubles import Fault, MakeRig, Rig, from_ssd, wait_for
+from saria_vllm.engine import jobs as jobs_module
 from saria_vllm.storage import segments as segments_module
 from saria_vllm.storage.drives import Drive
 from saria_vllm.types import Extent, GroupShape
@@ -73,3 +75,33 @@ def test_reads_wait_for_the_descriptors_of_others_and_fail_when_there_are_none(
     state = rig.loaded(rig.load(items[0]))
     assert (state.failed, state.reason) == ([0], "read_failed")
     rig.check_quiet()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("reset", [False, True], ids=["deadline", "reset"])
+def test_nothing_is_read_for_a_load_that_has_ended(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, engine: str, reset: bool
+) -> None:
+    rig = small(make_rig, engine=engine, segment_records=64)
+    rig.open()
+    for record in range(64):
+        assert rig.put_on_ssd(0, b"%d" % record, Extent(0, 0, record)).failed == ()
+    told = threading.Event()
+    rig.faults = lambda _transfer: Fault(hold=told)
+    depth = rig.engines[0].depth
+    items = [from_ssd(0, (record,), Extent(0, 0, record), b"%d" % record) for record in range(64)]
+    jobs_in_flight = [rig.load(*items[at : at + 16]) for at in range(0, depth, 16)]
+    wait_for(lambda: rig.engines[0].submits["read"] == depth)
+    if not reset:
+        monkeypatch.setattr(jobs_module, "LOAD_DEADLINE_S", -1.0)
+    queued = rig.load(*items[32:])
+    monkeypatch.undo()
+    if reset:
+        rig.executor.set_generation(2)
+    else:
+        assert (rig.ended(queued).reason, len(rig.ended(queued).failed)) == ("deadline", 32)
+    told.set()
+    assert rig.ended(queued).failed
+    assert [rig.loaded(job).failed != [] for job in jobs_in_flight] == [reset] * len(jobs_in_flight)
+    rig.check_quiet()
+    assert rig.engines[0].submits["read"] == depth
