@@ -15,6 +15,7 @@ from saria_vllm.engine.jobs import Ends, LoadState, pin_this_thread
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import SsdEngine
 from saria_vllm.errors import SariaError
+from saria_vllm.storage.drives import NO_ROOM
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import GroupShape, JobResult, PersistJob
 
@@ -148,7 +149,7 @@ class SsdThread:
         try:
             step(*args)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = error.errno in NO_ROOM
             default = "read_failed" if isinstance(op, Read) else "write_failed"
             self._fail(op, "disk_full" if full else default, error)
         except SariaError as error:

@@ -12,6 +12,9 @@ from saria_vllm.types import RECORD_ALIGN_BYTES
 
 PROBE_NAME = "probe"
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a drive that is full: it may have room later."""
+
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_ALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _BASE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -21,10 +24,10 @@ class Drive:
     """A directory on one SSD, probed with a real aligned write and read when it is made.
 
     `direct` says whether files bypass the page cache (O_DIRECT); where the filesystem refuses that, files are buffered
-    and `note` says so, in one line for the log.
+    and `note` says so, in one line for the log. So does a drive without room for the probe: what is there can be read.
 
     Raises:
-        OSError: the directory is missing, full, read-only or the device fails.
+        OSError: the directory is missing, read-only or the device fails.
         StorageError: what was written did not come back.
     """
 
@@ -33,12 +36,17 @@ class Drive:
         self.direct = True
         self.note = ""
         try:
-            self._probe()
+            try:
+                self._probe()
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+                self._go_buffered(error)
+                self._probe()
         except OSError as error:
-            if error.errno not in _NO_DIRECT:
+            if error.errno not in NO_ROOM:
                 raise
-            self._go_buffered(error)
-            self._probe()
+            self.note = f"{directory}: {error.strerror}; what is there is read, nothing written until there is room"
 
     def open_segment_file(self, path: str, create: bool = False, size: int = 0, writable: bool = False) -> int:
         """Open a file of this drive and return its descriptor: read-only, or for reading and writing with `create`

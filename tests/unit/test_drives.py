@@ -107,6 +107,31 @@ def test_allocation_falls_back_and_a_full_drive_leaves_no_file(tmp_path: Path, m
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("step", ["open", "pwrite"])
+def test_a_drive_without_room_for_the_probe_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, step: str
+) -> None:
+    (tmp_path / "file").write_bytes(b"z" * 4096)
+    real_open = os.open
+
+    def refuse(path: str | int, flags: int | bytes, mode: int = 0o777) -> int:
+        if step == "open" and not int(flags) & os.O_CREAT:
+            return real_open(str(path), int(flags), mode)
+        raise OSError(code, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, refuse)
+        drive = Drive(str(tmp_path))
+        assert "no room; what is there is read" in drive.note
+        assert os.listdir(tmp_path) == ["file"]
+        with pytest.raises(OSError, match="no room"):
+            write_aligned(drive.open_segment_file(str(tmp_path / "new"), create=True), bytes(4096), 0)
+        fd = drive.open_segment_file(str(tmp_path / "file"))
+        assert read_aligned(fd, 4096, 0) == b"z" * 4096
+        os.close(fd)
+
+
 def test_lying_and_missing_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError):
         Drive(str(tmp_path / "missing"))
