@@ -69,7 +69,7 @@ def test_groups_have_their_own_segments_and_record_sizes(bench: Bench) -> None:
     assert [(chunk.group, chunk.key) for chunk in found] == [(0, b"a"), (1, b"a")]
 
 
-@pytest.mark.parametrize("extent", [(0, 0, 4), (0, 0, -1), (2, 0, 0), (-1, 0, 0), (0, -1, 0), (0, 2**64, 0)])
+@pytest.mark.parametrize("extent", [(0, 0, 4), (0, 0, -1), (2, 0, 0), (-1, 0, 0), (0, -1, 0), (0, 2**31 - 2**20, 0)])
 def test_impossible_extents_are_refused_everywhere(bench: Bench, extent: tuple[int, int, int]) -> None:
     extent = Extent(*extent)
     store, _ = bench.reopen()
@@ -278,9 +278,24 @@ def test_names_that_are_not_ours_are_left_alone(bench: Bench, tmp_path: Path) ->
     assert found == []
     assert outside.read_bytes() == b"precious"
     kept = ["SEG-0000000000000000.data", "elsewhere", "notes.txt", "seg-0000000000000009.data"]
-    assert bench.files() == [*kept, "seg-00000000000000zz.data", "seg-1.data"]
+    assert bench.files() == [*kept, "seg-00000000000000zz.data", "seg-1.data", "seg-ffffffffffffffff.data"]
     assert store.next_segment_id == 5
     assert len(store.notes) == 5
+
+
+@pytest.mark.parametrize("number", [2**31 - 2**20, 2**31, 2**63 - 1])
+def test_segments_are_numbered_on_beside_a_file_with_a_number_that_is_none(bench: Bench, number: int) -> None:
+    store, _ = bench.reopen()
+    fill(store, 3)
+    store.close()
+    foreign = [f"seg-{number:016x}.{kind}" for kind in ("data", "journal")]
+    for name in foreign:
+        Path(bench.path(name)).write_bytes(os.urandom(5000))
+    store, found = bench.reopen()
+    assert (len(found), store.next_segment_id) == (4, 4)
+    assert all(any(note.startswith(name) for note in store.notes) for name in foreign)
+    fill(store, 4)
+    assert set(foreign) < set(bench.files())
 
 
 def test_symlinked_directories_and_journals_are_not_followed(bench: Bench, tmp_path: Path) -> None:
