@@ -8,6 +8,7 @@ import os
 import threading
 
 from saria_vllm.errors import StorageError
+from saria_vllm.storage.directories import open_regular
 from saria_vllm.types import RECORD_ALIGN_BYTES
 
 PROBE_NAME = "probe"
@@ -17,7 +18,6 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_ALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-_BASE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Drive:
@@ -53,7 +53,7 @@ class Drive:
         or `writable`. `create` makes it new, 0600, with `size` bytes allocated, or not at all.
 
         Raises:
-            OSError: as from open(2) or fallocate(2); ENOSPC when the drive is full, EEXIST when it was there.
+            OSError: as from `open_regular` or fallocate(2); ENOSPC when the drive is full, EEXIST when it was there.
         """
         flags = os.O_RDWR if create or writable else os.O_RDONLY
         if create:
@@ -76,14 +76,14 @@ class Drive:
     def _open(self, path: str, flags: int) -> int:
         if self.direct:
             try:
-                return os.open(path, flags | _BASE_FLAGS | os.O_DIRECT, 0o600)
+                return open_regular(path, flags | os.O_DIRECT)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
                 if flags & os.O_CREAT and os.path.lexists(path):
                     os.unlink(path)  # Linux makes the file before it refuses O_DIRECT
                 self._go_buffered(error)
-        return os.open(path, flags | _BASE_FLAGS, 0o600)
+        return open_regular(path, flags)
 
     def _go_buffered(self, error: OSError) -> None:
         self.direct = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -44,6 +45,30 @@ def test_existing_files_and_symlinks_are_not_opened_for_creation(tmp_path: Path)
     assert target.read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize("kind", ["fifo", "directory", "socket"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    drive, path = Drive(str(tmp_path)), str(tmp_path / "name")
+    with socket.socket(socket.AF_UNIX) as unix:
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "directory":
+            os.mkdir(path)
+        else:
+            unix.bind(path)
+        before = len(os.listdir("/proc/self/fd"))
+        for writable in (False, True):
+            with pytest.raises(OSError) as caught:
+                drive.open_segment_file(path, writable=writable)
+            assert caught.value.errno in (errno.ENXIO, errno.EISDIR)
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+def test_transfers_of_an_open_file_may_wait(tmp_path: Path) -> None:
+    fd = Drive(str(tmp_path)).open_segment_file(str(tmp_path / "file"), create=True, size=4096)
+    assert os.get_blocking(fd)
+    os.close(fd)
+
+
 def test_reading_descriptors_cannot_write(tmp_path: Path) -> None:
     drive = Drive(str(tmp_path))
     path = str(tmp_path / "file")
@@ -62,8 +87,8 @@ def test_without_o_direct_files_are_buffered(
     real_open, real_pwrite = os.open, os.pwrite
     direct: set[int] = set()
 
-    def fake_open(path: str, flags: int, mode: int = 0o777) -> int:
-        fd = real_open(path, flags & ~os.O_DIRECT, mode)
+    def fake_open(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        fd = real_open(path, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd)
         if flags & os.O_DIRECT:
             if where == "open":
                 os.close(fd)  # as Linux does: the file is there already
@@ -115,7 +140,7 @@ def test_a_drive_without_room_for_the_probe_is_read(
     (tmp_path / "file").write_bytes(b"z" * 4096)
     real_open = os.open
 
-    def refuse(path: str | int, flags: int | bytes, mode: int = 0o777) -> int:
+    def refuse(path: str | int, flags: int | bytes, mode: int = 0o777, **_: object) -> int:
         if step == "open" and not int(flags) & os.O_CREAT:
             return real_open(str(path), int(flags), mode)
         raise OSError(code, "no room")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import threading
 from typing import Any
@@ -105,3 +106,27 @@ def test_nothing_is_read_for_a_load_that_has_ended(
     assert [rig.loaded(job).failed != [] for job in jobs_in_flight] == [reset] * len(jobs_in_flight)
     rig.check_quiet()
     assert rig.engines[0].submits["read"] == depth
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_data_file_or_journal_that_is_a_fifo_blocks_no_thread(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr(segments_module, "READ_FDS_MAX", 0)
+    rig = small(make_rig, engine=engine, segment_records=1)
+    rig.open()
+    (one, two, three, _, next_one), files = fill(rig, 5)[:5], rig.files()
+    files[0].unlink()
+    os.mkfifo(files[0])
+    os.mkfifo(files[1].with_suffix(".journal"))  # where a bad record is noted
+    with files[1].open("r+b") as data:
+        data.seek(4096)
+        data.write(b"x" * 100)
+    files[2].unlink()
+    files[2].mkdir()
+    for (key, extent), reason in ((one, "read_failed"), (two, "checksum"), (three, "read_failed")):
+        assert rig.loaded(rig.load(from_ssd(0, (1,), extent, key))).reason == reason
+    os.mkfifo(files[0].with_name("seg-0000000000000009.journal"))
+    assert rig.put_on_ssd(0, b"new", Extent(0, 9, 0)).reason == "write_failed"
+    assert rig.loaded(rig.load(from_ssd(0, (1,), next_one[1], next_one[0]))).failed == []
+    rig.check_quiet()

@@ -416,10 +416,10 @@ def test_lack_of_descriptors_does_not_cost_the_cache(bench: Bench, monkeypatch: 
     again = bench.open()
     real = os.open
 
-    def fake(path: str, flags: int, mode: int = 0o777) -> int:
+    def fake(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if str(path).endswith(".data"):
             raise OSError(errno.EMFILE, "too many")
-        return real(path, flags, mode)
+        return real(path, flags, mode, dir_fd=dir_fd)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", fake)
