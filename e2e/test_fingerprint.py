@@ -50,6 +50,31 @@ def test_a_touched_file_and_a_new_file_are_other_weights(weights: Path) -> None:
     assert len({before, touched, weights_identity(model(weights.parent))}) == 3
 
 
+def test_what_is_no_file_is_no_weight(weights: Path) -> None:
+    before = weights_identity(model(weights.parent))
+    (weights.parent / "folder.bin").mkdir()
+    (weights.parent / "dangling.pt").symlink_to(weights.parent / "nowhere")
+    (weights.parent / "loop.pt").symlink_to(weights.parent / "loop.pt")
+    os.mkfifo(weights.parent / "pipe.gguf")
+    assert weights_identity(model(weights.parent)) == before
+    (weights.parent / "blob").write_bytes(b"more")
+    (weights.parent / "linked.bin").symlink_to(weights.parent / "blob")
+    assert weights_identity(model(weights.parent)) not in ("", before)
+
+
+def test_weights_that_cannot_be_read_are_not_known(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise PermissionError(13, "not yours")
+
+    for call in ("open", "stat", "iterdir"):
+        with monkeypatch.context() as patch:
+            if call == "stat":
+                patch.setattr(Path, "is_dir", lambda _path: True)
+            patch.setattr(Path, call, refuse)
+            assert weights_identity(model(weights.parent)) == ""
+            assert len(process_only_reasons(config(model(weights.parent)))) == 1
+
+
 def test_weights_from_elsewhere_are_known_by_commit_or_not_at_all(weights: Path, tmp_path: Path) -> None:
     assert weights_identity(model("org/name", commit="abc")) == "abc"
     empty = tmp_path / "empty"

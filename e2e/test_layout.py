@@ -36,7 +36,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from doubles import Rig, from_dram, from_ssd, holdings, store_job, wait_for
 from saria_connector import layout
 from saria_connector.metadata import SariaMetadata
+from saria_connector.sizing import Sizing
 from saria_connector.worker import WorkerSide
+from saria_vllm.config import SariaConfig
 from saria_vllm.errors import ConfigError, LayoutError
 from saria_vllm.types import Extent, StoreItem, StoreJob
 
@@ -444,6 +446,23 @@ def test_all_layers_count_and_all_groups_have_chunks_of_the_same_tokens() -> Non
 def test_chunk_tokens_must_be_a_multiple_of_the_block(tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"chunk_tokens: {tokens} is not a multiple of the block size, 16"):
         layout.group_shapes(config_of(full()), [0], tokens)
+
+
+@pytest.mark.parametrize("tokens", [1 << 20, 1 << 50, 16 * 10**400])
+def test_a_chunk_that_is_larger_than_the_dram_is_refused_at_once(tokens: int) -> None:
+    parallel = SimpleNamespace(world_size=2, data_parallel_size_local=1)
+    vllm_config = SimpleNamespace(parallel_config=parallel)
+    began = time.monotonic()
+    with pytest.raises(
+        ConfigError, match=r"^chunk_tokens: .* share of dram_capacity: 8\.00MiB; accepted: .* at most (\d+)$"
+    ) as caught:
+        Sizing.of(vllm_config, config_of(full()), SariaConfig(dram_capacity=16 << 20, chunk_tokens=tokens))
+    assert time.monotonic() - began < 1
+    most = int(str(caught.value).rpartition(" ")[2])
+    sizing = Sizing.of(vllm_config, config_of(full()), SariaConfig(dram_capacity=16 << 20, chunk_tokens=most))
+    assert sizing.chunk_tokens == most
+    with pytest.raises(ConfigError, match=r"^dram_capacity: 8\.00KiB holds fewer than"):
+        Sizing.of(vllm_config, config_of(full()), SariaConfig(dram_capacity=8 << 10))
 
 
 def test_groups_of_different_blocks_are_refused() -> None:

@@ -27,6 +27,8 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*")
 AdmissionPolicy = Literal["return", "saria", "score", "full_duplicate", "dram_only"]
 SsdEngineName = Literal["auto", "io_uring", "posix"]
 
+SSD_PATHS_MAX = 64
+
 _RANGES = {
     "admission.evictions": (1, 255),
     "admission.reuses": (0, 65_535),
@@ -170,6 +172,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         accepted = "a directory that this user can write in, or a path to be created in one"
         disks: dict[int, tuple[int, int]] = {}
         """Bytes and paths by device."""
+        places: dict[tuple[int, int, str], str] = {}
+        """Paths by the directory that they are in truth: links and second mounts lead to one by several names."""
         for path in self.ssd_paths:
             existing = path
             while not os.path.lexists(existing):
@@ -179,7 +183,10 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not os.access(existing, os.W_OK | os.X_OK):
                 raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             stat = os.statvfs(existing)
-            device = os.stat(existing).st_dev
+            device, inode = os.stat(existing).st_dev, os.stat(existing).st_ino
+            other = places.setdefault((device, inode, os.path.relpath(path, existing)), path)
+            if other != path:
+                raise ConfigError(f"ssd_paths: {other!r} and {path!r} are one directory; accepted: each directory once")
             disks[device] = stat.f_blocks * stat.f_frsize, disks.get(device, (0, 0))[1] + 1
         most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=0)
         if self.ssd_capacity > most:
@@ -237,13 +244,25 @@ def _is_int_above(value: object, low: int) -> bool:
 def _ssd_paths(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
         raise ConfigError(f"ssd_paths: {value!r} is not a list of absolute paths")
+    if len(value) > SSD_PATHS_MAX:
+        raise ConfigError(f"ssd_paths: {len(value)} paths; accepted: at most {SSD_PATHS_MAX}")
     for path in value:
+        if not _is_utf8(path):
+            raise ConfigError(f"ssd_paths: {path!r} is not text that UTF-8 can encode; accepted: absolute paths")
         if not os.path.isabs(path) or "\0" in path or re.search(r"\$[A-Za-z_{(]", path):
             raise ConfigError(f"ssd_paths: {path!r} is not an absolute path ('~' and variables are not expanded)")
     paths = tuple("/" + os.path.normpath(path).lstrip("/") for path in value)
     if len(set(paths)) != len(paths):
         raise ConfigError(f"ssd_paths: {list(value)!r} names a path twice")
     return paths
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _reject_unknown(raw: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:

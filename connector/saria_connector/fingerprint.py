@@ -27,12 +27,13 @@ def fingerprint_parts(
 ) -> dict[str, Any]:
     """Everything that decides the bytes and meaning of a stored chunk, by name, for people and for the hash."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    weights = weights_identity(model)
     return {
         "format": FORMAT_VERSION,
         "label": label,
         "model": str(model.model),
         "revision": str(model.revision),
-        "weights": weights_identity(model),
+        "weights": weights,
         "weights_load_format": str(vllm_config.load_config.load_format),
         "model_config": _digest(model.hf_config.to_json_string()),
         "dtype": str(model.dtype),
@@ -49,7 +50,7 @@ def fingerprint_parts(
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "hash": [str(cache.prefix_caching_hash_algo), os.environ.get("PYTHONHASHSEED", "")],
-        "this_process_only": uuid.uuid4().hex if process_only_reasons(vllm_config) else "",
+        "this_process_only": uuid.uuid4().hex if not weights or process_only_reasons(vllm_config) else "",
         "hash_block_tokens": kv_cache_config.hash_block_size,
     }
 
@@ -64,7 +65,7 @@ def process_only_reasons(vllm_config: Any) -> list[str]:
     if getattr(vllm_config, "lora_config", None) is not None:
         reasons.append("LoRA adapters are named by path, and may have changed at the next start")
     if not weights_identity(vllm_config.model_config):
-        reasons.append("the weights are neither in a local directory nor of a known commit")
+        reasons.append("the weights are neither readable in a local directory nor of a known commit")
     return reasons
 
 
@@ -98,15 +99,19 @@ def weights_identity(model_config: Any) -> str:
     """What tells two sets of weights apart without reading them; empty when nothing does.
 
     In a local directory a hash of names, sizes, times, safetensors headers and samples of the bytes; else the commit
-    that the configuration was resolved to. Weights that are streamed from elsewhere have neither.
+    that the configuration was resolved to. Weights that are streamed from elsewhere have neither, nor have those
+    that cannot be read.
     """
     folder = Path(str(model_config.model))
     if getattr(model_config, "model_weights", ""):
         return ""
     if not folder.is_dir():
         return str(getattr(model_config.hf_config, "_commit_hash", None) or "")
-    files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
-    return _digest("".join(_file_identity(path) for path in files)) if files else ""
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES and path.is_file())
+        return _digest("".join(_file_identity(path) for path in files)) if files else ""
+    except OSError:
+        return ""
 
 
 def _file_identity(path: Path) -> str:

@@ -49,7 +49,14 @@ class Sizing:
         shapes = layout.group_shapes(kv_cache_config, groups, config.chunk_tokens)
         records = [shape.record_bytes for shape in shapes]
         region = config.dram_capacity // engines // ranks
-        slab_bytes = choose_slab_bytes(records, region)
+        if config.chunk_tokens and max(records) > region:
+            block_tokens, block_bytes = shapes[0].block_tokens, sum(shape.block_bytes for shape in shapes)
+            most = max(1, region // (2 * SLOTS_MIN * block_bytes)) * block_tokens
+            raise ConfigError(
+                f"chunk_tokens: {config.chunk_tokens} tokens are more than a rank's share of dram_capacity: "
+                f'{format_bytes(region)}; accepted: "auto" or at most {most}'
+            )
+        slab_bytes = choose_slab_bytes(records, region) if max(records) <= region else 0
         slabs = region // slab_bytes if slab_bytes else 0
         if not slabs or min(slabs * (slab_bytes // size) for size in records) < SLOTS_MIN * len(shapes):
             need = SLOTS_MIN * sum(records) * 2 * engines * ranks

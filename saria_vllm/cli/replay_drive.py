@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,6 +21,10 @@ METRIC_PREFIX = "vllm:saria_"
 _CONNECT_S = 10.0
 _LABEL = re.compile(r'(\w+)="(?:[^"\\]|\\.)*"')
 _NOT_OURS = ("engine", "model_name")
+_COUNTER_END = 2.0**63
+"""Values from here on, like NaN and negative ones, are no counts."""
+_SAID_MAX = 500
+"""Characters kept of what a server or a library says of a failure."""
 
 Counters = dict[str, float]
 """Values of the server's `vllm:saria_` lines by name and labels, summed over engines."""
@@ -36,6 +40,45 @@ class ServerInfo(msgspec.Struct, frozen=True):
     model: str
     context_tokens: int
     vocab_size: int
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class _Card(msgspec.Struct):
+    """A model in /v1/models."""
+
+    id: str
+    max_model_len: _Count | None = None
+    root: Any = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: _Count | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: _Count | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    """What follows `data:` in a streamed answer."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_EVENTS = msgspec.json.Decoder(_Event)
 
 
 class ReplayPlan(msgspec.Struct, frozen=True):
@@ -96,22 +139,27 @@ async def server_info(url: str, model: str | None) -> ServerInfo:
         timeout = aiohttp.ClientTimeout(total=_CONNECT_S)
         async with aiohttp.ClientSession(timeout=timeout) as http, http.get(address) as response:
             response.raise_for_status()
-            cards = (await response.json())["data"]
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-        raise ServerError(f"no OpenAI-compatible server answers at {address}: {error}") from None
-    found = [card for card in cards if model in (None, card["id"])]
+            cards = msgspec.json.decode(await response.read(), type=_Models).data
+    except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+        raise ServerError(f"no OpenAI-compatible server answers at {address}: {_said(error)}") from None
+    found = [card for card in cards if model in (None, card.id)]
     if not found:
-        raise ServerError(f"{address} has no model {model!r}; it serves {[card['id'] for card in cards]}")
+        raise ServerError(f"{address} has no model {model!r}; it serves {[card.id for card in cards]}")
     card = found[0]
-    return ServerInfo(card["id"], card.get("max_model_len") or 0, _vocab_size(card.get("root") or ""))
+    return ServerInfo(card.id, card.max_model_len or 0, _vocab_size(card.root or ""))
 
 
-def _vocab_size(root: str) -> int:
+def _vocab_size(root: Any) -> int:
     try:
         with open(os.path.join(root, "config.json"), encoding="utf-8") as file:
-            return int(json.load(file)["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
+            return max(0, int(json.load(file)["vocab_size"]))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
+
+
+def _said(what: object) -> str:
+    """A text from elsewhere in one line that can be printed and encoded."""
+    return " ".join(str(what)[:_SAID_MAX].split()).encode(errors="backslashreplace").decode()
 
 
 def parse_counters(text: str) -> Counters:
@@ -128,9 +176,11 @@ def parse_counters(text: str) -> Counters:
         own = [match[0] for match in _LABEL.finditer(labels) if match[1] not in _NOT_OURS]
         key = name + (f"{{{','.join(own)}}}" if own else "")
         try:
-            counters[key] = counters.get(key, 0.0) + float(value)
+            number = float(value)
         except ValueError:
             continue
+        if 0 <= number < _COUNTER_END:
+            counters[key] = counters.get(key, 0.0) + number
     return counters
 
 
@@ -211,8 +261,8 @@ class _Driver:
         before = await _read_counters(self.http, self.plan.url) if alone else {}
         try:
             await stream_answer(self.http, self.plan.url, self.plan.model, prompt, wanted, turn)
-        except (ServerError, TimeoutError, ValueError, _aiohttp().ClientError) as error:
-            turn.error = f"{type(error).__name__}: {error}"
+        except Exception as error:  # Whatever it is: this turn failed, and the report is of all of them.
+            turn.error = f"{type(error).__name__}: {_said(error)}"
         if alone:
             after = await _read_counters(self.http, self.plan.url)
             turn.counters = {key: value - before.get(key, 0.0) for key, value in after.items()} or None
@@ -256,36 +306,44 @@ async def stream_answer(http: Any, url: str, model: str, prompt: list[int], outp
     began = time.perf_counter()
     async with http.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
-            raise ServerError(f"HTTP {response.status}: {(await response.text())[:500]}")
+            raise ServerError(f"HTTP {response.status}: {(await response.read()).decode(errors='replace')}")
         async for raw in response.content:
-            line = raw.decode().strip()
-            if not line.startswith("data:") or line == "data: [DONE]":
+            line = raw.strip()
+            if not line.startswith(b"data:") or line == b"data: [DONE]":
                 continue
-            event = json.loads(line[5:])
-            if "error" in event:
-                raise ServerError(f"in the stream: {event['error']}")
-            if event.get("choices"):
+            event = _parse_event(line[5:])
+            if event.error is not None:
+                raise ServerError(f"in the stream: {event.error}")
+            if event.choices:
                 if not turn.ttft_s:
                     turn.ttft_s = time.perf_counter() - began
-                reason = event["choices"][0].get("finish_reason")
+                reason = event.choices[0].finish_reason
                 if reason not in (None, "length", "stop"):
                     raise ServerError(f"the answer ended with {reason!r}")
-            usage = event.get("usage")
-            if usage:
-                turn.output_tokens = usage.get("completion_tokens") or 0
-                details = usage.get("prompt_tokens_details") or {}
-                turn.cached_tokens = details.get("cached_tokens")
+            if event.usage is not None:
+                turn.output_tokens = event.usage.completion_tokens or 0
+                details = event.usage.prompt_tokens_details
+                turn.cached_tokens = details.cached_tokens if details is not None else None
     turn.total_s = time.perf_counter() - began
     if not turn.ttft_s:
         raise ServerError("the answer has no tokens")
+
+
+def _parse_event(data: bytes) -> _Event:
+    try:
+        return _EVENTS.decode(data)
+    except (ValueError, RecursionError) as error:
+        text = data.decode(errors="replace")
+        raise ServerError(f"in the stream, not an event of this API ({error}): {text[:_SAID_MAX]}") from None
 
 
 async def _read_counters(http: Any, url: str) -> Counters:
     aiohttp = _aiohttp()
     try:
         async with http.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=_CONNECT_S)) as response:
-            return parse_counters(await response.text()) if response.status == 200 else {}
-    except (aiohttp.ClientError, TimeoutError):
+            page = await response.read()
+            return parse_counters(page.decode(errors="replace")) if response.status == 200 else {}
+    except (aiohttp.ClientError, OSError, ValueError):
         return {}
 
 

@@ -56,6 +56,11 @@ class Ends:
             self._live[state] = None
         return state
 
+    def is_wanted(self, state: LoadState) -> bool:
+        """Whether a load has not ended and no reset will fail it: ask before reading for it."""
+        with self._lock:
+            return state in self._live and state.generation == self.generation
+
     def may_write(self, state: LoadState) -> bool:
         """Ask before writing into a load's blocks; after True, `wrote` must follow. False: the blocks are not its own
         any more."""

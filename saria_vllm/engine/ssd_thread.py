@@ -15,6 +15,7 @@ from saria_vllm.engine.jobs import Ends, LoadState, pin_this_thread
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import SsdEngine
 from saria_vllm.errors import SariaError
+from saria_vllm.storage.drives import NO_ROOM
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import GroupShape, JobResult, PersistJob
 
@@ -49,6 +50,8 @@ class _InFlight(NamedTuple):
     """Staging buffer number of a read, -1 for a write."""
     checksum: int
     """Of a read: what it must be. Of a write: what the slot's bytes have."""
+    fd: int
+    """To be released when it has ended."""
 
 
 def depth_for(record_bytes: int) -> int:
@@ -82,6 +85,8 @@ class SsdThread:
         self._writes: deque[Write | Retire] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        self._starved = False
+        """The next read waits for a descriptor."""
         self._broken = False
         """The engine failed to say what ended: it gets no more work."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -117,6 +122,9 @@ class SsdThread:
                     self._wake.wait()
                 if self._closing:
                     break
+                if self._starved and not self._in_flight:
+                    self._wake.wait(REAP_S)
+            self._starved = False
             self._fill()
             self._reap(REAP_S)
         for op in (*self._reads, *self._writes):
@@ -126,7 +134,7 @@ class SsdThread:
         self._engine.close()
 
     def _fill(self) -> None:
-        while len(self._in_flight) < self._engine.depth and not self._closing:
+        while len(self._in_flight) < self._engine.depth and not (self._closing or self._starved):
             op: Read | Write | Retire
             if self._reads:
                 op = self._reads.popleft()
@@ -141,7 +149,7 @@ class SsdThread:
         try:
             step(*args)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = error.errno in NO_ROOM
             default = "read_failed" if isinstance(op, Read) else "write_failed"
             self._fail(op, "disk_full" if full else default, error)
         except SariaError as error:
@@ -155,36 +163,50 @@ class SsdThread:
             raise OSError(errno.EIO, f"the {self._engine.name} engine failed")
         match op:
             case Read(state, position):
+                if not self._ends.is_wanted(state):
+                    self._ends.items(state, (position,), "stale")
+                    return
                 item = state.job.item(position)
                 assert item.extent is not None
                 nbytes = self._shapes[item.group].record_bytes
-                fd, offset, checksum = self._store.read_target(item.group, item.extent)
+                try:
+                    fd, offset, checksum = self._store.read_target(item.group, item.extent)
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._store.reading:
+                        raise
+                    self._reads.appendleft(op)  # Reads in flight have the descriptors, and will give them back.
+                    self._starved = True
+                    return
                 buffer = self._buffers[-1]
                 address = self._staging_address + buffer * self._record_bytes
-                self._submit(self._engine.submit_read, _InFlight(op, buffer, checksum), fd, address, nbytes, offset)
+                self._submit(self._engine.submit_read, _InFlight(op, buffer, checksum, fd), address, nbytes, offset)
                 self._buffers.pop()
             case Write(job, generation):
                 nbytes = self._shapes[job.group].record_bytes
                 address = self._pool.address(job.slot, nbytes)
                 fd, offset = self._store.write_target(job.group, job.extent)
                 if generation != self._ends.generation:  # The record might be stamped with a newer one than its bytes.
+                    self._store.release(fd)
                     self._fail(op, "stale")
                     return
-                checksum = _native.checksum(address, nbytes, self._store.seed(job.extent, job.key))
-                self._submit(self._engine.submit_write, _InFlight(op, -1, checksum), fd, address, nbytes, offset)
+                try:
+                    checksum = _native.checksum(address, nbytes, self._store.seed(job.extent, job.key))
+                except Exception:
+                    self._store.release(fd)
+                    raise
+                self._submit(self._engine.submit_write, _InFlight(op, -1, checksum, fd), address, nbytes, offset)
             case Retire(drive, segment):
                 self._store.retire(drive, segment)
 
-    def _submit(
-        self, submit: Callable[..., None], flight: _InFlight, fd: int, address: int, nbytes: int, offset: int
-    ) -> None:
+    def _submit(self, submit: Callable[..., None], flight: _InFlight, address: int, nbytes: int, offset: int) -> None:
         self._next_tag += 1
         self._in_flight[self._next_tag] = flight
         try:
-            submit(fd, address, nbytes, offset, self._next_tag)
+            submit(flight.fd, address, nbytes, offset, self._next_tag)
         except Exception:
             if self._engine.in_flight < len(self._in_flight):
                 del self._in_flight[self._next_tag]
+                self._store.release(flight.fd)
                 raise
             # Else it has begun all the same, and `reap` will say how it ended.
 
@@ -199,12 +221,14 @@ class SsdThread:
         for tag, result in ended:
             flight = self._in_flight.pop(tag)
             self._guard(flight.op, self._end, flight, result)
+            self._store.release(flight.fd)
             if flight.buffer >= 0:
                 self._buffers.append(flight.buffer)
 
     def _break(self, error: Exception) -> None:
         """Fail what is in flight and all that comes: no transfer's end can be known. Failing is safe while the memory
-        stays: a read ends in staging memory that is not used again, a write in a record that is never committed."""
+        and the descriptors stay: a read ends in staging memory that is not used again, a write in a record that is
+        never committed."""
         self._broken = True
         self._ends.count("internal_errors", 1)
         flights, self._in_flight = self._in_flight, {}

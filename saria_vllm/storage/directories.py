@@ -72,6 +72,25 @@ def open_directory(parent_fd: int, name: str, create: bool = False) -> int:
     return fd
 
 
+def open_regular(path: str, flags: int, dir_fd: int | None = None) -> int:
+    """Descriptor of a regular file of ours, 0600 when it is made. No symlink is followed, and nothing else that has
+    the name, such as a FIFO, is waited for.
+
+    Raises:
+        OSError: as from open(2); ELOOP for a symlink, ENXIO for anything else that is no regular file.
+    """
+    # Not left on the descriptor: where a filesystem cannot tell at once, io_uring would answer with EAGAIN.
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.ENXIO, "not a regular file", path)
+        os.set_blocking(fd, True)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def names_in(directory_fd: int, pattern: re.Pattern[str]) -> list[str]:
     """Names in a directory that match, sorted."""
     return sorted(name for name in os.listdir(directory_fd) if pattern.fullmatch(name))
@@ -83,11 +102,10 @@ def try_lease(engine_fd: int) -> int | None:
     The lease ends when the descriptor, and every copy that a fork made of it, is closed.
 
     Raises:
-        OSError: as from open(2) or flock(2); ELOOP for a symlink.
+        OSError: as from `open_regular` or flock(2).
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        fd = os.open(LEASE_NAME, flags, 0o600, dir_fd=engine_fd)
+        fd = open_regular(LEASE_NAME, os.O_RDWR | os.O_CREAT, engine_fd)
     except FileNotFoundError:
         return None  # the directory itself went
     try:
@@ -116,8 +134,7 @@ def write_durably(directory_fd: int, name: str, text: str) -> None:
         os.unlink(temporary, dir_fd=directory_fd)
     except FileNotFoundError:
         pass
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(temporary, flags, 0o600, dir_fd=directory_fd)
+    fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, directory_fd)
     with os.fdopen(fd, "w", encoding="ascii") as file:
         file.write(text)
         file.flush()
@@ -133,7 +150,7 @@ def read_small(directory_fd: int, name: str) -> bytes | None:
         OSError: as from open(2) or read(2).
     """
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
+        fd = open_regular(name, os.O_RDONLY, directory_fd)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -141,6 +158,6 @@ def read_small(directory_fd: int, name: str) -> bytes | None:
             return b""
         raise
     try:
-        return os.read(fd, SMALL_FILE_BYTES_MAX) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        return os.read(fd, SMALL_FILE_BYTES_MAX)
     finally:
         os.close(fd)

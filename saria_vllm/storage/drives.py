@@ -6,29 +6,28 @@ import errno
 import mmap
 import os
 import threading
-from collections import deque
 
 from saria_vllm.errors import StorageError
+from saria_vllm.storage.directories import open_regular
 from saria_vllm.types import RECORD_ALIGN_BYTES
 
 PROBE_NAME = "probe"
 
-STALE_FDS_MAX = 64
-"""Numbers of closed files that `Graveyard` keeps back."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a drive that is full: it may have room later."""
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_ALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-_BASE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Drive:
     """A directory on one SSD, probed with a real aligned write and read when it is made.
 
     `direct` says whether files bypass the page cache (O_DIRECT); where the filesystem refuses that, files are buffered
-    and `note` says so, in one line for the log.
+    and `note` says so, in one line for the log. So does a drive without room for the probe: what is there can be read.
 
     Raises:
-        OSError: the directory is missing, full, read-only or the device fails.
+        OSError: the directory is missing, read-only or the device fails.
         StorageError: what was written did not come back.
     """
 
@@ -37,19 +36,24 @@ class Drive:
         self.direct = True
         self.note = ""
         try:
-            self._probe()
+            try:
+                self._probe()
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+                self._go_buffered(error)
+                self._probe()
         except OSError as error:
-            if error.errno not in _NO_DIRECT:
+            if error.errno not in NO_ROOM:
                 raise
-            self._go_buffered(error)
-            self._probe()
+            self.note = f"{directory}: {error.strerror}; what is there is read, nothing written until there is room"
 
     def open_segment_file(self, path: str, create: bool = False, size: int = 0, writable: bool = False) -> int:
         """Open a file of this drive and return its descriptor: read-only, or for reading and writing with `create`
         or `writable`. `create` makes it new, 0600, with `size` bytes allocated, or not at all.
 
         Raises:
-            OSError: as from open(2) or fallocate(2); ENOSPC when the drive is full, EEXIST when it was there.
+            OSError: as from `open_regular` or fallocate(2); ENOSPC when the drive is full, EEXIST when it was there.
         """
         flags = os.O_RDWR if create or writable else os.O_RDONLY
         if create:
@@ -72,14 +76,14 @@ class Drive:
     def _open(self, path: str, flags: int) -> int:
         if self.direct:
             try:
-                return os.open(path, flags | _BASE_FLAGS | os.O_DIRECT, 0o600)
+                return open_regular(path, flags | os.O_DIRECT)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
                 if flags & os.O_CREAT and os.path.lexists(path):
                     os.unlink(path)  # Linux makes the file before it refuses O_DIRECT
                 self._go_buffered(error)
-        return os.open(path, flags | _BASE_FLAGS, 0o600)
+        return open_regular(path, flags)
 
     def _go_buffered(self, error: OSError) -> None:
         self.direct = False
@@ -100,34 +104,53 @@ class Drive:
             os.unlink(path)
 
 
-class Graveyard:
-    """Closes files that somebody may still be about to use.
-
-    The file is closed at once, but its number points at /dev/null until `STALE_FDS_MAX` more were buried: a late
-    reader gets no bytes and a late writer loses his, instead of meeting whatever file got that number next.
-    """
+class Descriptors:
+    """Closes files once nobody uses them: a number that somebody is still to read or write through must not become
+    another file's. Knows only the descriptors that are in use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._null_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        self._stale_fds: deque[int] = deque()
+        self._uses: dict[int, int] = {}
+        self._unwanted: set[int] = set()
 
-    def bury(self, fd: int) -> None:
-        """Close a file; -1 is a no-op."""
-        if fd < 0:
-            return
-        os.dup2(self._null_fd, fd, inheritable=False)
+    @property
+    def in_use(self) -> int:
+        """Open files with at least one user."""
+        return len(self._uses)
+
+    def use(self, fd: int) -> None:
+        """One user more; `release` must follow."""
         with self._lock:
-            self._stale_fds.append(fd)
-            oldest = self._stale_fds.popleft() if len(self._stale_fds) > STALE_FDS_MAX else -1
-        if oldest >= 0:
-            os.close(oldest)
+            self._uses[fd] = self._uses.get(fd, 0) + 1
 
-    def close(self) -> None:
-        """Give all numbers back. Nothing may be buried after."""
-        for fd in (*self._stale_fds, self._null_fd):
+    def release(self, fd: int) -> None:
+        """One user less: the last one closes what is unwanted."""
+        with self._lock:
+            self._uses[fd] -= 1
+            if self._uses[fd]:
+                return
+            del self._uses[fd]
+            unwanted = fd in self._unwanted
+            self._unwanted.discard(fd)
+        if unwanted:
             os.close(fd)
-        self._stale_fds.clear()
+
+    def close(self, fd: int) -> None:
+        """Close a file now, or with its last release; nobody begins to use it any more. -1 is a no-op."""
+        with self._lock:
+            if fd in self._uses:
+                self._unwanted.add(fd)
+                return
+        if fd >= 0:
+            os.close(fd)
+
+    def close_all(self) -> None:
+        """Close what is unwanted although somebody has not released it. Nothing may be moving any more."""
+        with self._lock:
+            unwanted, self._unwanted = self._unwanted, set()
+            self._uses.clear()
+        for fd in unwanted:
+            os.close(fd)
 
 
 def allocate(fd: int, size: int) -> None:

@@ -27,6 +27,9 @@ from saria_vllm.storage.recovery import segment_of_name
 
 _BLOCK_BYTES = 512
 
+_DEPTH_MAX = 16
+"""Directories within each other that are looked into; our own are four."""
+
 
 class _Other(NamedTuple):
     """An engine directory that is not ours."""
@@ -94,16 +97,16 @@ def _survey_one(path: str, names: tuple[str, ...]) -> tuple[float, int]:
         return 0.0, 0
 
 
-def _tree(directory_fd: int) -> tuple[float, int]:
+def _tree(directory_fd: int, depth: int = _DEPTH_MAX) -> tuple[float, int]:
     """Latest change of a file (seconds), and bytes on disk, of all below a directory. Symlinks are not followed."""
     modified, nbytes = 0.0, 0
     for name in os.listdir(directory_fd):
         try:
             status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-            if stat.S_ISDIR(status.st_mode):
+            if stat.S_ISDIR(status.st_mode) and depth:
                 child_fd = open_directory(directory_fd, name)
                 try:
-                    child_modified, child_bytes = _tree(child_fd)
+                    child_modified, child_bytes = _tree(child_fd, depth - 1)
                 finally:
                     os.close(child_fd)
                 modified = max(modified, child_modified)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from saria_vllm.errors import FormatError
 from saria_vllm.storage import format as fmt
+from saria_vllm.storage.directories import open_regular
 from saria_vllm.types import GroupShape
 
-SEGMENT_ID_END = 2**63
-"""Segment ids are below this, so that one more always fits the format."""
+SEGMENT_ID_END = 2**31 - 2**20
+"""Segment ids are below this: the index keeps them in 32 bits. A file with a higher one is not ours."""
 
 _NAME = re.compile(r"seg-([0-9a-f]{16})\.(data|journal)")
-_BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENOENT, errno.ESPIPE)
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENOENT)
 
 
 def data_name(segment: int) -> str:
@@ -35,7 +34,7 @@ def journal_name(segment: int) -> str:
 def segment_of_name(name: str) -> tuple[int, str] | None:
     """Segment id and "data" or "journal" of a file name, None when it is not one of ours."""
     match = _NAME.fullmatch(name)
-    return (int(match[1], 16), match[2]) if match else None
+    return (int(match[1], 16), match[2]) if match and int(match[1], 16) < SEGMENT_ID_END else None
 
 
 class Expected(NamedTuple):
@@ -69,7 +68,7 @@ class Scan:
     """Highest segment id of any file with our name, usable or not; -1 when there is none."""
     highest_sequence: int = 0
     notes: list[str] = field(default_factory=list)
-    """Files that were dropped, and why."""
+    """Files that were dropped or left alone, and why."""
 
 
 def scan_directory(directory: str, expected: Expected, segments_max: int) -> Scan:
@@ -122,9 +121,11 @@ def _list(directory: str, scan: Scan) -> tuple[set[int], set[int]]:
     with os.scandir(directory) as listing:
         for item in listing:
             parsed = segment_of_name(item.name)
+            if parsed is None and _NAME.fullmatch(item.name):
+                scan.notes.append(f"{item.name}: no segment of ours has such a number; left alone")
             if parsed is not None and not item.is_dir(follow_symlinks=False):
                 (data if parsed[1] == "data" else journals).add(parsed[0])
-    scan.highest_segment = max((segment for segment in data | journals if segment < SEGMENT_ID_END), default=-1)
+    scan.highest_segment = max(data | journals, default=-1)
     return data, journals
 
 
@@ -138,10 +139,8 @@ def _discard(directory: str, segment: int, why: str, scan: Scan) -> None:
 
 
 def _read_segment(directory: str, segment: int, has_journal: bool, expected: Expected) -> ScannedSegment:
-    fd = os.open(os.path.join(directory, data_name(segment)), _READ_FLAGS)
+    fd = open_regular(os.path.join(directory, data_name(segment)), os.O_RDONLY)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise FormatError("not a regular file")
         header = _read_header(fd, segment, expected)
         entries, sealed = _read_index(fd, header)
     finally:
@@ -182,7 +181,7 @@ def _read_index(fd: int, header: fmt.Header) -> tuple[list[fmt.Entry], bool]:
 
 def _read_journal(path: str, header: fmt.Header) -> list[fmt.Entry]:
     try:
-        fd = os.open(path, _READ_FLAGS)
+        fd = open_regular(path, os.O_RDONLY)
         try:
             data = _pread(fd, fmt.journal_bytes_max(header.records_max), 0)
         finally:

@@ -8,6 +8,7 @@ import threading
 from array import array
 
 from saria_vllm.storage import format as fmt
+from saria_vllm.storage.directories import open_regular
 from saria_vllm.storage.drives import Drive, sync_directory, write_aligned, write_whole
 from saria_vllm.storage.recovery import data_name, journal_name
 from saria_vllm.types import align_up
@@ -160,5 +161,4 @@ class Segment:
             self._journal_fd = -1
 
     def _open_journal(self, directory: str, flags: int) -> int:
-        flags |= os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self.journal_path(directory), flags, 0o600)
+        return open_regular(self.journal_path(directory), os.O_WRONLY | os.O_CREAT | flags)

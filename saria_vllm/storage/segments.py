@@ -7,6 +7,7 @@ Primitives, in the order of a record's life:
     commit(group, extent, ...)       after the write ended: the record can be read from now on
     abandon(group, extent)           instead of commit: the record will never be written
     read_target(group, extent)       where to read and what the checksum must be
+    release(descriptor)              the read or write that a target was asked for has ended, however it did
     forget(extent)                   the record failed its check
     retire(drive, segment)           the segment goes
 
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 
 from saria_vllm.errors import StorageError
 from saria_vllm.storage import format as fmt
-from saria_vllm.storage.drives import Drive, Graveyard
+from saria_vllm.storage.drives import Descriptors, Drive
 from saria_vllm.storage.recovery import (
     SEGMENT_ID_END,
     Expected,
@@ -40,7 +41,7 @@ from saria_vllm.types import KEY_BYTES_MAX, Extent, FoundChunk, GroupShape, Open
 NOTES_MAX = 100
 
 READ_FDS_MAX = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
-"""Sealed segments whose files stay open for reading; the least recently read is closed first."""
+"""Sealed segments whose files stay open when nobody reads them; the least recently read is closed first."""
 
 
 class SegmentStore:
@@ -70,7 +71,12 @@ class SegmentStore:
         self.drives: tuple[Drive | None, ...] = tuple(self._open_drive(path) for path in open.directories)
         if not any(self.drives):
             raise StorageError("; ".join(self.notes) or "no SSD directories")
-        self._graveyard = Graveyard()
+        self._descriptors = Descriptors()
+
+    @property
+    def reading(self) -> bool:
+        """Whether a descriptor is yet to be released."""
+        return self._descriptors.in_use > 0
 
     @property
     def next_segment_id(self) -> int:
@@ -105,7 +111,8 @@ class SegmentStore:
         return found
 
     def write_target(self, group: int, extent: Extent) -> tuple[int, int]:
-        """File descriptor and byte offset for a record's payload of `record_bytes`. Ask once per record.
+        """File descriptor and byte offset for a record's payload of `record_bytes`. Ask once per record, and
+        `release` the descriptor when the write has ended.
 
         Raises:
             StorageError: the extent cannot be written: no such drive or group, record out of range, written before,
@@ -121,6 +128,7 @@ class SegmentStore:
                     raise StorageError(f"{extent} cannot be written: written before, or its segment is not open")
                 segment.states[extent.record] = WRITING
                 segment.generations[extent.record] = self._generation
+                self._descriptors.use(segment.data_fd)
             return segment.data_fd, fmt.record_offset(segment.header.record_bytes, extent.record)
 
     def commit(self, group: int, extent: Extent, key: bytes, parent: bytes, checksum: int) -> None:
@@ -154,7 +162,8 @@ class SegmentStore:
             self._seal_if_finished(segment)
 
     def read_target(self, group: int, extent: Extent) -> tuple[int, int, int]:
-        """File descriptor, byte offset and checksum of a committed record. The descriptor is for reading at once.
+        """File descriptor, byte offset and checksum of a committed record. The descriptor stays open, on this file,
+        until `release`.
 
         Raises:
             StorageError: no such record, or one of another generation.
@@ -164,11 +173,13 @@ class SegmentStore:
         offset = fmt.record_offset(segment.header.record_bytes, extent.record)
         fd = self._fd_to_read(segment, extent)
         if fd < 0:
-            self._open_to_read(segment)
-            fd = self._fd_to_read(segment, extent)
-            if fd < 0:
-                raise StorageError(f"{extent} was retired")
+            fd = self._open_to_read(segment, extent)
         return fd, offset, segment.checksums[extent.record]
+
+    def release(self, fd: int) -> None:
+        """The transfer through a target's descriptor has ended. Once for each `read_target` and `write_target` that
+        returned; never while it may still move bytes."""
+        self._descriptors.release(fd)
 
     def seed(self, extent: Extent, key: bytes) -> int:
         """Checksum seed of a record: of the generation in which it was or is being written, else the current one."""
@@ -202,7 +213,7 @@ class SegmentStore:
 
     def retire(self, drive: int, segment: int) -> None:
         """Close and unlink a segment. Unknown ones are a no-op. No payload should be moving in it: who still reads or
-        writes through its descriptor meets /dev/null.
+        writes does so in a file without a name, which goes with the last `release`.
 
         Raises:
             OSError: the files are still there; the segment is unknown all the same.
@@ -216,7 +227,7 @@ class SegmentStore:
                     return
                 found.state = FileState.ENDED
                 fd = self._take_fd(found)
-            self._graveyard.bury(fd)
+            self._descriptors.close(fd)
             found.close_journal()
             discard_segment(self._directory(drive), segment)
 
@@ -259,7 +270,7 @@ class SegmentStore:
                     os.close(segment.data_fd)
             self._segments.clear()
             self._read_fds.clear()
-        self._graveyard.close()
+        self._descriptors.close_all()
 
     # Look-ups
 
@@ -394,41 +405,54 @@ class SegmentStore:
             self._note(f"segment {segment.header.segment:x} cannot be sealed, its journal stays: {error}")
         with self._lock:
             evicted = self._keep_for_reading(segment)
-        self._graveyard.bury(evicted)
+        self._descriptors.close(evicted)
 
     # Descriptors
 
     def _fd_to_read(self, segment: Segment, extent: Extent) -> int:
+        """The segment's descriptor, with one more user, or -1 when its file is not open."""
         with self._lock:
-            if segment.states[extent.record] != LIVE or segment.generations[extent.record] != self._generation:
-                raise StorageError(f"{extent} holds no record of this generation")
+            self._check_live(segment, extent)
             key = (segment.drive, segment.header.segment)
             if key in self._read_fds:
                 self._read_fds.move_to_end(key)
+            if segment.data_fd >= 0:
+                self._descriptors.use(segment.data_fd)
             return segment.data_fd
 
-    def _open_to_read(self, segment: Segment) -> None:
-        key = (segment.drive, segment.header.segment)
-        fd = self._drive(segment.drive).open_segment_file(segment.data_path(self._directory(segment.drive)))
-        with self._lock:
-            if segment.data_fd < 0 and self._segments.get(key) is segment:
-                segment.data_fd, fd = fd, -1
+    def _open_to_read(self, segment: Segment, extent: Extent) -> int:
+        """Open the segment's file, or take what another thread opened meanwhile; with one more user."""
+        opened = self._drive(segment.drive).open_segment_file(segment.data_path(self._directory(segment.drive)))
+        spare, evicted = opened, -1
+        try:
+            with self._lock:
+                self._check_live(segment, extent)
+                if self._segments.get((segment.drive, segment.header.segment)) is not segment:
+                    raise StorageError(f"{extent} was retired")
+                if segment.data_fd >= 0:
+                    self._descriptors.use(segment.data_fd)
+                    return segment.data_fd
+                self._descriptors.use(opened)
+                segment.data_fd, spare = opened, -1
                 evicted = self._keep_for_reading(segment)
-            else:
-                evicted = -1
-        if fd >= 0:
-            os.close(fd)
-        self._graveyard.bury(evicted)
+                return opened
+        finally:
+            self._descriptors.close(spare)
+            self._descriptors.close(evicted)
+
+    def _check_live(self, segment: Segment, extent: Extent) -> None:
+        if segment.states[extent.record] != LIVE or segment.generations[extent.record] != self._generation:
+            raise StorageError(f"{extent} holds no record of this generation")
 
     def _keep_for_reading(self, segment: Segment) -> int:
-        """Count an open file of a sealed segment; the descriptor to bury for it, or -1. The store's lock is held."""
+        """Count an open file of a sealed segment; the descriptor to close for it, or -1. The store's lock is held."""
         self._read_fds[segment.drive, segment.header.segment] = None
         if len(self._read_fds) <= READ_FDS_MAX:
             return -1
         return self._take_fd(self._segments[next(iter(self._read_fds))])
 
     def _take_fd(self, segment: Segment) -> int:
-        """Take a segment's data file from it, to be buried. The store's lock is held."""
+        """Take a segment's data file from it, to be closed. The store's lock is held."""
         self._read_fds.pop((segment.drive, segment.header.segment), None)
         fd, segment.data_fd = segment.data_fd, -1
         return fd

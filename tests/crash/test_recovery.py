@@ -59,6 +59,7 @@ def write(store: SegmentStore, extent: Extent, key: bytes) -> None:
     with mmap.mmap(-1, RECORD_BYTES) as buffer:
         buffer[:] = payload(key)
         assert os.pwrite(fd, buffer, offset) == RECORD_BYTES
+    store.release(fd)
     store.commit(0, extent, key, b"", checksum(payload(key), store.seed(extent, key)))
 
 
@@ -67,6 +68,7 @@ def is_right(store: SegmentStore, chunk: FoundChunk) -> bool:
     fd, offset, expected = store.read_target(0, chunk.extent)
     with mmap.mmap(-1, RECORD_BYTES) as buffer:
         data = buffer[: os.preadv(fd, [buffer], offset)]
+    store.release(fd)
     if checksum(data, store.seed(chunk.extent, chunk.key)) != expected:
         return False
     assert data == payload(chunk.key), f"wrong bytes accepted for {chunk}"

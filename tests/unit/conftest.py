@@ -1,4 +1,4 @@
-"""Fixtures of the executor's tests."""
+"""Fixtures of the tests of executor and store."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from doubles import (
     holdings,
     wait_for,
 )
+from store_bench import Bench
 
 
 @pytest.fixture
@@ -40,3 +41,11 @@ def rig(request: pytest.FixtureRequest, make_rig: MakeRig) -> Iterator[Rig]:
     yield rig
     rig.poll()
     rig.check_quiet()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    for store in bench.stores:
+        store.close()

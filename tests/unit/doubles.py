@@ -336,13 +336,14 @@ class Rig:
         return state
 
     def check_quiet(self) -> None:
-        """Nothing is in flight, and every staging buffer is back; threads live."""
+        """Nothing is in flight, and every staging buffer and descriptor is back; threads live."""
         for thread in self.executor._ssd:
             wait_for(lambda thread=thread: not (thread._in_flight or thread._reads or thread._writes))
             wait_for(lambda thread=thread: len(thread._buffers) == thread._engine.depth)
             assert sorted(thread._buffers) == list(range(thread._engine.depth))
             assert thread._engine.in_flight == 0
             assert thread._thread.is_alive()
+            wait_for(lambda thread=thread: not thread._store.reading)
         assert self.executor._copier.is_alive()
         for ends in (self.results, self.loads):
             assert all(len(ended) == 1 for ended in ends.values())

@@ -323,6 +323,30 @@ def test_b49_a_path_given_twice_is_refused(paths: list[str]) -> None:
     assert message.startswith(f"ssd_paths: {paths!r} names a path twice")
 
 
+@pytest.mark.parametrize("tail", ["", "/deeper/still"])
+def test_b49_a_directory_by_two_names_is_refused(tmp_path: Path, tail: str) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    paths = [f"{tmp_path}/{name}{tail}" for name in ("other", "real", "link")]
+    text = machine_refusal({**WITH_SSD, "ssd_paths": paths, "ssd_capacity": "1MiB"})
+    assert f"{paths[1]!r} and {paths[2]!r} are one directory" in text
+    SariaConfig.from_extra({**WITH_SSD, "ssd_paths": paths[:2], "ssd_capacity": "1MiB"}).check_machine()
+
+
+def test_b49_too_many_paths_are_refused() -> None:
+    paths = [f"/mnt/nvme{number}" for number in range(65)]
+    assert "65 paths; accepted: at most 64" in refusal({**WITH_SSD, "ssd_paths": paths})
+    assert len(SariaConfig.from_extra({**WITH_SSD, "ssd_paths": paths[:64]}).ssd_paths) == 64
+
+
+@pytest.mark.parametrize("path", ["/mnt/\ud800/x", "/mnt/\udcff"])
+def test_b49_a_path_that_cannot_be_encoded_is_refused(path: str) -> None:
+    text = refusal({**WITH_SSD, "ssd_paths": [path]})
+    assert "UTF-8" in text
+    text.encode()
+
+
 def test_b49_ssd_paths_and_capacity_go_together() -> None:
     message = refusal({**MINIMAL, "ssd_paths": ["/mnt/a"]})
     assert message.startswith("ssd_capacity: missing; accepted beside ssd_paths: a size with a unit")

@@ -501,7 +501,8 @@ def test_b04_a_record_is_a_miss_until_it_is_complete(rig: Rig) -> None:
         while not stop.is_set():
             extent = pick.choice(list(keys))
             try:
-                _, _, checksum = store.read_target(0, extent)
+                fd, _, checksum = store.read_target(0, extent)
+                store.release(fd)
             except StorageError:
                 continue
             with rig.files()[0].parent.joinpath(f"seg-{extent.segment:016x}.data").open("rb") as data:

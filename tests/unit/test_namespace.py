@@ -241,6 +241,18 @@ def test_a_symlinked_lease_and_generation_are_not_followed(paths: tuple[str, ...
         claim(paths)
 
 
+def test_a_lease_and_a_generation_that_are_no_files_are_not_waited_for(paths: tuple[str, ...]) -> None:
+    claim(paths).release()
+    engine = Path(paths[0], "saria", NAME, "e0")
+    (engine / "generation").unlink()
+    os.mkfifo(engine / "generation")
+    assert generation_after_restart(paths) > 1000
+    (engine / "lease").unlink()
+    os.mkfifo(engine / "lease")
+    with pytest.raises(StorageError, match="not a regular file"):
+        claim(paths)
+
+
 def test_paths_that_cannot_be_used_are_storage_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file"):
@@ -319,6 +331,20 @@ def test_foreign_names_and_symlinks_survive(paths: tuple[str, ...], ours: Engine
     assert (directory / "r0" / "notes").exists()
     assert Path(paths[0], "saria", OTHER, "backup", "r0", "seg-0000000000000000.data").exists()
     assert Path(paths[0], "saria", "not-ours", "e0", "r0", "seg-0000000000000000.data").exists()
+
+
+def test_a_tree_without_a_bottom_does_not_stop_reclaiming(paths: tuple[str, ...], ours: EngineDirectory) -> None:
+    old = fill(paths[0], OTHER, "e0", 1 << 20, 1000.0)
+    deep = [f"{paths[0]}/saria" + "/d" * depth for depth in range(1, 1500)]
+    for path in deep:
+        os.mkdir(path)
+    try:
+        left, removed = reclaim_others(paths, ours, 2**20)
+    finally:  # or what clears up after the tests fails as well
+        for path in reversed(deep):
+            os.rmdir(path)
+    assert (removed, old.exists()) == ([str(old)], False)
+    assert left > 2**19
 
 
 def test_claims_while_others_reclaim(paths: tuple[str, ...], ours: EngineDirectory) -> None:

@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def reply(self, body, status=200, kind="application/json"):
-        data = body.encode()
+        data = body if isinstance(body, bytes) else body.encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
@@ -52,7 +52,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         server = self.server
-        if self.path == "/v1/models":
+        if self.path in server.behaviour:
+            self.reply(server.behaviour[self.path])
+        elif self.path == "/v1/models":
             card = {"id": "tiny", "max_model_len": server.behaviour["max_model_len"], "root": "/nowhere"}
             self.reply(json.dumps({"data": [card]}))
         elif self.path == "/metrics" and server.behaviour["metrics"]:
@@ -81,7 +83,9 @@ class Handler(BaseHTTPRequestHandler):
                 server.counters["hit_tokens", "ssd"] += len(prompt) // 2
                 server.counters["ssd_written_bytes", ""] += 4096
         if number < server.behaviour["fail"]:
-            self.reply('{"message": "out of vocabulary"}', 400)
+            self.reply(server.behaviour.get("refusal", '{"message": "out of vocabulary"}'), 400)
+        elif "answer" in server.behaviour:
+            self.reply(server.behaviour["answer"], kind="text/event-stream")
         else:
             details = {"cached_tokens": len(prompt) if turn else 0} if server.behaviour["details"] else None
             usage = {"completion_tokens": body["max_tokens"], "prompt_tokens_details": details}
@@ -206,6 +210,72 @@ def test_failed_requests_are_a_problem(capsys, serve, trace):
     assert status == 1
     assert "2 failed" in output.out
     assert "out of vocabulary" in output.out
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        b'{"data": null}', b'{"data": [{}]}', b'{"data": "abc"}', b'{"data": {}}', b"[1]", b"{}", b"<html>",
+        b"\xff\xfe{", b"",
+        b'{"data": [{"id": "m", "max_model_len": "4096"}]}', b'{"data": [{"id": "m", "max_model_len": -5}]}',
+        b'{"data": [{"id": "m", "max_model_len": 1e999}]}',
+        b'{"data": [{"id": "\\ud800"}]}', b'{"data":' + b"[" * 100_000,
+    ],
+    ids=lambda models: models[:50],
+)  # fmt: skip
+def test_a_server_of_another_kind_is_one_line(capsys, serve, trace, models):
+    status, output = replay(capsys, serve(**{"/v1/models": models}), "--trace", trace)
+    assert status == 1
+    assert output.out == ""
+    assert len(output.err.splitlines()) == 1
+    assert "no OpenAI-compatible server answers" in output.err
+
+
+EVENT = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"data: 5\n\n", "): 5"), (b"data: null\n\n", "): null"), (b"data: []\n\n", "): []"), (b"data: {{{\n\n", "{{{"),
+        (b'data: {"choices": {"a": 1}}\n\n', "choices"), (b'data: {"choices": ["x"]}\n\n', "choices"),
+        (EVENT + b'data: {"usage": [1]}\n\n', "usage"),
+        (EVENT + b'data: {"usage": {"completion_tokens": "x"}}\n\n', "completion_tokens"),
+        (EVENT + b'data: {"usage": {"completion_tokens": 1e999}}\n\n', "completion_tokens"),
+        (EVENT + b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": -1}}}\n\n', "cached_tokens"),
+        (b"data: " + b'{"error":' + b"[" * 200_000 + b"\n\n", "[[["), (b"data: " + b"[" * 60_000 + b"\n\n", "[[["),
+        (b"data: " + b"a" * 10_000_000 + b"\n\n", "aaa"), (b"data: \xff\n\n", "malformed"),
+        (b'data: {"error": "\\ud800 out of memory"}\n\n', "out of memory"),
+        (b'data: {"error": "[/red] [bold"}\n\n', "[/red] [bold"), (b"data: [DONE]\n\n", "no tokens"),
+    ],
+    ids=lambda value: value[-50:] if isinstance(value, bytes) else "",
+)  # fmt: skip
+def test_an_odd_answer_is_a_failed_turn_and_its_text_is_kept(capsys, serve, trace, answer, said):
+    server = serve(answer=answer)
+    status, output = replay(capsys, server, "--trace", trace, "--sessions", "1", "--json")
+    report = json.loads(output.out, parse_constant=pytest.fail)
+    assert (status, report["failed"], report["requests"]) == (1, 5, 5)
+    assert all(said in turn["error"] and len(turn["error"]) < 700 for turn in report["turns"])
+    status, output = replay(capsys, server, "--trace", trace, "--sessions", "1")
+    assert status == 1
+    assert "5 failed" in output.out
+
+
+def test_a_refusal_that_is_no_text_keeps_its_status(capsys, serve, trace):
+    status, output = replay(capsys, serve(fail=99, refusal=b"\xff\xfe broken"), "--trace", trace, "--json")
+    report = json.loads(output.out)
+    assert status == 1
+    assert all("HTTP 400" in turn["error"] and "broken" in turn["error"] for turn in report["turns"])
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "1e999", "x", ""])
+def test_values_that_are_no_counts_are_left_out(capsys, serve, trace, value):
+    page = f'vllm:saria_hit_tokens_total{{tier="dram"}} {value}\nvllm:saria_ssd_written_bytes_total 5\n'
+    server = serve(**{"/metrics": page.encode() + b"\xff\xfe\nvllm:saria_\nvllm:saria_{\n"})
+    status, output = replay(capsys, server, "--trace", trace, "--json")
+    report = json.loads(output.out, parse_constant=pytest.fail)
+    assert (status, report["hit_tokens"]["dram"], report["ssd_written_bytes"]) == (0, 0, 0)
+    assert replay(capsys, server, "--trace", trace)[0] == 0
 
 
 def test_server_without_our_metrics_or_details(capsys, serve, trace):
