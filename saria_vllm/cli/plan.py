@@ -17,8 +17,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from saria_vllm.cli.plan_report import cells, require_matplotlib, write_html
-from saria_vllm.cli.simulate import aligned, parse_admission, parse_seconds
+from saria_vllm.cli.plan_report import cells, write_html
+from saria_vllm.cli.simulate import aligned, parse_admission, parse_seconds, require_matplotlib
 from saria_vllm.config import AdmissionConfig, AdmissionPolicy, parse_bytes
 from saria_vllm.errors import ConfigError
 from saria_vllm.sim.arrivals import starts
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     grid = _grid(arguments, machine, served_model)
     window_s = parse_seconds(arguments.starts)
     if arguments.html:
-        require_matplotlib()
+        require_matplotlib("--html")
     trace = _trace(arguments)
     start_s = starts(len(trace.sessions), window_s, arguments.start_seed)
     base = SimConfig(

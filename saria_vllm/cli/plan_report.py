@@ -30,15 +30,6 @@ def cells(rows: list[dict[str, Any]], chosen: dict[str, Any]) -> list[list[str]]
     return found
 
 
-def require_matplotlib() -> None:
-    """Raises ConfigError before any work when plots cannot be drawn."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--html needs matplotlib: pip install 'saria-vllm[plot]'") from None
-    matplotlib.use("Agg")
-
-
 def write_html(path: str, report: dict[str, Any]) -> None:
     """One file that needs nothing else.
 
@@ -136,8 +127,10 @@ def _plot_tiers(rows: list[dict[str, Any]]) -> Any:
         gib = [size / 2**30 for size in sizes]
         hits.plot(gib, [100 * by_size[size]["hit_rate"] for size in sizes], marker="o", label=name)
         writes.plot(gib, [by_size[size]["ssd_tb_per_day"] or 0 for size in sizes], marker="o", label=name)
+    gib = sorted({row["dram_bytes"] / 2**30 for row in rows})
     for axis, label in ((hits, "hit tokens, % of prompt tokens"), (writes, "TB written to SSD per day")):
         axis.set_xscale("log", base=2)
+        axis.set_xticks(gib, [f"{size:g}" for size in gib])
         axis.set_xlabel("DRAM, GiB")
         axis.set_ylabel(label)
     hits.legend(fontsize=7)

@@ -17,13 +17,12 @@ import msgspec
 
 from saria_vllm.config import AdmissionConfig, AdmissionPolicy, SariaConfig
 from saria_vllm.errors import ConfigError
-from saria_vllm.policy.endurance import drive_life_years
 from saria_vllm.sim.arrivals import arrivals_with_ids, starts
 from saria_vllm.sim.formats import Trace, read_trace
 from saria_vllm.sim.oracle import Oracle
 from saria_vllm.sim.profiles import HARDWARE, MODELS, hardware, model
 from saria_vllm.sim.simulator import Arrival, SimConfig, SimRequest, Simulator
-from saria_vllm.sim.timing import bytes_per_day, time_requests
+from saria_vllm.sim.timing import time_requests, wear
 
 GHOSTS_UNBOUNDED = 1 << 40
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -96,6 +95,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.hardware:
         hardware(arguments.hardware)
         model(arguments.model)
+    if arguments.plot:
+        require_matplotlib("--plot")
     parse_seconds(arguments.starts)
     for name in arguments.admission:
         parse_admission(name)
@@ -163,13 +164,12 @@ def _time(arguments: argparse.Namespace, served: list[SimRequest], written_token
     machine, served_model = hardware(arguments.hardware), model(arguments.model)
     times = msgspec.structs.asdict(time_requests(served, machine, served_model, arguments.coordination == "on"))
     seconds = served[-1].time_s - served[0].time_s if served else 0.0
-    bytes_day = bytes_per_day(written_tokens * served_model.kv_bytes_token, seconds)
-    life = drive_life_years(bytes_day, machine.drives * machine.drive_bytes * machine.drive_dwpd)
+    tb_day, years = wear(written_tokens * served_model.kv_bytes_token, seconds, machine)
     return {
         **times,
         "kv_bytes_token": served_model.kv_bytes_token,
-        "ssd_tb_per_day": bytes_day / 1e12 if bytes_day != float("inf") else None,
-        "drive_life_years": life if life != float("inf") else None,
+        "ssd_tb_per_day": tb_day if tb_day != float("inf") else None,
+        "drive_life_years": years if years != float("inf") else None,
     }
 
 
@@ -218,12 +218,16 @@ def aligned(cells: list[list[str]]) -> str:
     )
 
 
-def _plot(rows: list[dict[str, Any]], path: str) -> None:
+def require_matplotlib(option: str) -> None:
+    """Raises ConfigError, before any work, when nothing can be drawn."""
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'saria-vllm[plot]'") from None
+        raise ConfigError(f"{option} needs matplotlib: pip install 'saria-vllm[plot]'") from None
     matplotlib.use("Agg")
+
+
+def _plot(rows: list[dict[str, Any]], path: str) -> None:
     from matplotlib import pyplot
 
     figure, (hits, writes) = pyplot.subplots(1, 2, figsize=(10, 4))
@@ -238,5 +242,9 @@ def _plot(rows: list[dict[str, Any]], path: str) -> None:
     for axis in (hits, writes):
         axis.tick_params(axis="x", rotation=30)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: cannot be written: {error.strerror}; expected a file to create") from None
+    finally:
+        pyplot.close(figure)

@@ -17,12 +17,11 @@ from typing import Any
 import msgspec
 
 from saria_vllm.config import AdmissionConfig
-from saria_vllm.policy.endurance import drive_life_years
 from saria_vllm.sim.arrivals import arrivals_with_ids
 from saria_vllm.sim.formats import Trace
 from saria_vllm.sim.profiles import MFU, Hardware, Model
 from saria_vllm.sim.simulator import SEGMENTS, SimConfig, SimRequest, SimResult, Simulator
-from saria_vllm.sim.timing import bytes_per_day, time_requests
+from saria_vllm.sim.timing import time_requests, wear
 
 GIB, TIB = 1 << 30, 1 << 40
 
@@ -177,7 +176,7 @@ class Planner:
         machine = msgspec.structs.replace(self._hardware, drives=drives)
         times = time_requests(run.served, machine, self._model)
         rates = run.result.rates()
-        bytes_day = bytes_per_day(rates["ssd_write_tokens"] * self._model.kv_bytes_token, run.seconds)
+        tb_day, years = wear(rates["ssd_write_tokens"] * self._model.kv_bytes_token, run.seconds, machine)
         return Row(
             dram_bytes=dram,
             ssd_bytes=ssd,
@@ -189,8 +188,8 @@ class Planner:
             ttft_mean_s=times.ttft_mean_s,
             ttft_p99_s=times.ttft_p99_s,
             reload_mean_s=times.reload_mean_s,
-            ssd_tb_per_day=bytes_day / 1e12,
-            drive_life_years=drive_life_years(bytes_day, drives * machine.drive_bytes * machine.drive_dwpd),
+            ssd_tb_per_day=tb_day,
+            drive_life_years=years,
             usd_month=usd_month(machine, dram, drives),
         )
 

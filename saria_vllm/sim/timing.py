@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from saria_vllm.policy.endurance import DAY_S
+from saria_vllm.policy.endurance import DAY_S, drive_life_years
 from saria_vllm.sim.profiles import Hardware, Model
 from saria_vllm.sim.simulator import SimRequest
 
@@ -167,11 +167,14 @@ def time_requests(
     )
 
 
-def bytes_per_day(written_bytes: float, seconds: float) -> float:
-    """The rate at which a run wrote; infinite when it took no time."""
-    if not written_bytes:
-        return 0.0
-    return written_bytes * DAY_S / seconds if seconds else float("inf")
+def wear(written_bytes: float, seconds: float, hardware: Hardware) -> tuple[float, float]:
+    """(TB of 1e12 bytes per day, years until the node's drives have written what they are rated for) at the rate of a
+    run; each is infinite where nothing bounds it."""
+    bytes_day = 0.0
+    if written_bytes:
+        bytes_day = written_bytes * DAY_S / seconds if seconds else float("inf")
+    rated_bytes_day = hardware.drives * hardware.drive_bytes * hardware.drive_dwpd
+    return bytes_day / 1e12, drive_life_years(bytes_day, rated_bytes_day)
 
 
 def _fair(total: float, wanted: Sequence[float]) -> list[float]:
