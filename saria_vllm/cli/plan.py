@@ -190,7 +190,8 @@ def _notes(machine: Hardware, served_model: Model) -> list[str]:
         nodes = gpus // machine.gpus
         notes = [f"one engine takes {nodes} nodes: sizes and prices are of one, and the connector serves one node only"]
     else:
-        notes = [f"{machine.gpus // gpus} engines of {gpus} GPUs share the node; sizes are for all of them together"]
+        engines = machine.gpus // gpus
+        notes = [f"sizes are for the node's {engines} engines of {gpus} GPUs together"]
     if served_model.checkpoint_bytes:
         notes.append("recurrent state is not counted, and the connector does not serve such models yet")
     return notes

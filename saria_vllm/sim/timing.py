@@ -6,7 +6,8 @@ order in which requests have all that they reuse. Engines that reload at the sam
 evenly.
 
 Left out: decoding, which takes GPU time from prefill in reality, the copy's own latency, and SSD writes, which
-compete with reads for a drive.
+compete with reads for a drive. Requests come when the trace says, however late the answer before was: times of a node
+that cannot keep up grow without end.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def test_text_has_the_frontier_the_choice_its_rule_and_what_to_paste(capsys):
     status, out, _ = plan(capsys, *QUICK)
     assert status == 0
     for text in ("Frontier, of 14 combinations", "TTFT mean s", "TB/day", "drive life years", "USD/month",
-                 "the cheapest whose mean TTFT is within 5%", "2 engines of 4 GPUs share the node"):  # fmt: skip
+                 "the cheapest whose mean TTFT is within 5%", "for the node's 2 engines of 4 GPUs"):  # fmt: skip
         assert text in out
     words = shlex.split(out[out.index("vllm serve") :])
     config = json.loads(words[words.index("--kv-transfer-config") + 1])
