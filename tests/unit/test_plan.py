@@ -171,7 +171,8 @@ def test_drives_and_sizes_that_change_nothing_cost_no_simulation(simulated):
 
 
 def test_more_drives_reload_faster_live_longer_and_cost_more():
-    one, two, four = planner().sweep(grid(dram=(16,), ssd=(256,), drives=(1, 2, 4), a=AdmissionConfig(evictions=1)))
+    eager = AdmissionConfig(policy="saria", evictions=1)
+    one, two, four = planner().sweep(grid(dram=(16,), ssd=(256,), drives=(1, 2, 4), eager=eager))
     assert one.hit_rate == two.hit_rate == four.hit_rate
     assert one.reload_mean_s > two.reload_mean_s > four.reload_mean_s
     assert two.drive_life_years == pytest.approx(2 * one.drive_life_years)

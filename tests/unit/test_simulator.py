@@ -179,7 +179,10 @@ def test_it_counts_what_the_connector_would(policy):
 def test_a_patched_admission_changes_the_result(monkeypatch):
     trace = made(A, B, A, B, A)
     assert simulate(trace)[0].ssd_write_tokens == 8 * 64
-    never = lambda self, index, rows, now: np.full(len(rows), admission_module.NEVER, np.uint8)  # noqa: E731
+
+    def never(self, index, rows, *_):
+        return np.full(len(rows), admission_module.NEVER, np.uint8)
+
     monkeypatch.setattr("saria_vllm.policy.admission.Saria.evicted", never)
     result, hits = simulate(trace)
     assert (hits, result.ssd_write_tokens) == ([MISS] * 5, 0)
@@ -194,9 +197,12 @@ def test_a_patched_match_changes_the_result(monkeypatch):
 def test_hits_are_planned_as_loads(monkeypatch):
     calls = []
     plan_load = Tiers.plan_load
-    monkeypatch.setattr(
-        Tiers, "plan_load", lambda self, *arguments: calls.append(arguments) or plan_load(self, *arguments)
-    )
+
+    def noted(self, *arguments, **named):
+        calls.append(arguments)
+        return plan_load(self, *arguments, **named)
+
+    monkeypatch.setattr(Tiers, "plan_load", noted)
     simulate(made(A, A, A), dram=8)
     assert len(calls) == 2
 

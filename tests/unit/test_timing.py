@@ -8,7 +8,7 @@ import pytest
 from saria_vllm.sim.planning import custom_model
 from saria_vllm.sim.profiles import hardware, model
 from saria_vllm.sim.simulator import SimRequest
-from saria_vllm.sim.timing import Rates, _fair, request_times, time_requests, wear
+from saria_vllm.sim.timing import Load, Rates, Reloads, _fair, request_times, time_requests, wear
 
 KV = 1000
 NODE = msgspec.structs.replace(
@@ -74,14 +74,38 @@ def test_two_engines_divide_dram_and_what_one_leaves_goes_to_the_other():
     assert _fair(10.0, [9.0, 0.0, 9.0]) == [5.0, 0.0, 5.0]
     assert _fair(30.0, [9.0, 2.0]) == [9.0, 2.0]
     rates = Rates(engines=2, ingress=10.0, dram=12.0, ssd=6.0)
-    loads = [served_load(dram=100.0, ssd=100.0), served_load(dram=100.0)]
+    loads = [Load(0, 100.0, 100.0, 0.0), Load(1, 100.0, 0.0, 0.0)]
     assert rates.shared(loads, True) == [(6.0, 4.0), (0.0, 8.0)]
 
 
-def served_load(dram=0.0, ssd=0.0):
-    from saria_vllm.sim.timing import Load
-
-    return Load(0, dram, ssd, 0.0)
+@pytest.mark.parametrize("coordinated", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_jumping_from_end_to_end_is_going_in_small_steps(seed, coordinated):
+    rng = random.Random(seed)
+    rates = Rates(3, *(rng.uniform(low, high) for low, high in ((1.0, 5.0), (2.0, 10.0), (0.5, 6.0))))
+    wanted = sorted((rng.uniform(0, 5), rng.randrange(3), rng.choice([0.0, 3.0]), rng.uniform(0, 2)) for _ in range(8))
+    loads = [(at, engine, Load(number, dram * 1e6, ssd * 1e6, 0.0)) for number, (at, engine, dram, ssd) in
+             enumerate(wanted)]  # fmt: skip
+    rates = msgspec.structs.replace(rates, ingress=rates.ingress * 1e6, dram=rates.dram * 1e6, ssd=rates.ssd * 1e6)
+    step, now, queues, expected = 0.002, 0.0, [[], [], []], {}
+    waiting = [(at, engine, msgspec.structs.replace(load)) for at, engine, load in loads]
+    while len(expected) < len(loads):
+        while waiting and waiting[0][0] <= now:
+            _, engine, load = waiting.pop(0)
+            queues[engine].append(load)
+        running = [queue[0] for queue in queues if queue]
+        now += step
+        for load, (ssd, dram) in zip(running, rates.shared(running, coordinated), strict=True):
+            load.ssd, load.dram = max(0.0, load.ssd - ssd * step), max(0.0, load.dram - dram * step)
+        for queue in queues:
+            if queue and not (queue[0].ssd or queue[0].dram):
+                expected[queue.pop(0).request] = now
+    reloads, found = Reloads(rates, coordinated), {}
+    for at, engine, load in loads:
+        found |= {number: end for end, _, number in reloads.until(at)}
+        reloads.add(engine, load)
+    found |= {number: end for end, _, number in reloads.until(float("inf"))}
+    assert found == {number: pytest.approx(end, abs=12 * step) for number, end in expected.items()}
 
 
 def test_requests_of_an_engine_reload_in_turn():
