@@ -14,6 +14,7 @@ import saria_vllm
 from saria_vllm.errors import SariaError
 
 COMMANDS = {
+    "plan": "sweep DRAM, SSD, drives and admission over a trace: what to buy, and the configuration to serve with",
     "replay": "drive a vLLM server with real agent sessions and measure each turn",
     "simulate": "replay a trace through the policy that the connector runs: hits, SSD writes, time",
 }

@@ -15,14 +15,14 @@ from typing import Any, get_args
 
 import msgspec
 
-from saria_vllm.config import AdmissionConfig, AdmissionPolicy
+from saria_vllm.config import AdmissionConfig, AdmissionPolicy, SariaConfig
 from saria_vllm.errors import ConfigError
 from saria_vllm.sim.arrivals import arrivals_with_ids, starts
 from saria_vllm.sim.formats import Trace, read_trace
 from saria_vllm.sim.oracle import Oracle
 from saria_vllm.sim.profiles import HARDWARE, MODELS, hardware, model
 from saria_vllm.sim.simulator import Arrival, SimConfig, SimRequest, Simulator
-from saria_vllm.sim.timing import drive_life_years, tb_per_day, time_requests
+from saria_vllm.sim.timing import time_requests, wear
 
 GHOSTS_UNBOUNDED = 1 << 40
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ssd-eviction", choices=["lru", "segment"], default="lru", help="segment is what serves")
     parser.add_argument("--hardware", help=f"one of {', '.join(HARDWARE)}")
     parser.add_argument("--model", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--coordination", choices=["on", "off"], default="on",
+        help="of DRAM and SSD streams on the ingress (default on)")  # fmt: skip
     parser.add_argument("--plot", metavar="PNG", help="a picture of hit rates and writes")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
@@ -85,6 +87,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--dram-tokens {arguments.dram_tokens}: expected at least a chunk of {arguments.chunk_tokens}"
         )
+    if 0 < arguments.ssd_tokens < arguments.chunk_tokens:
+        raise ConfigError(
+            f"--ssd-tokens {arguments.ssd_tokens}: expected 0 or at least a chunk of {arguments.chunk_tokens}"
+        )
     if not 0 <= arguments.promotion <= 1:
         raise ConfigError(f"--promotion {arguments.promotion}: expected a share from 0 to 1")
     if (arguments.hardware is None) != (arguments.model is None):
@@ -92,6 +98,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.hardware:
         hardware(arguments.hardware)
         model(arguments.model)
+    if arguments.plot:
+        require_matplotlib("--plot")
     parse_seconds(arguments.starts)
     for name in arguments.admission:
         if name != "oracle":
@@ -106,21 +114,34 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def parse_admission(text: str) -> AdmissionConfig:
-    """The configuration of "NAME" or "NAME:KEY=VALUE,..."; ghosts are unbounded unless said otherwise."""
-    if text == "default":
-        return AdmissionConfig(ghosts_max=GHOSTS_UNBOUNDED)
+def parse_admission(text: str, ghosts_max: int = GHOSTS_UNBOUNDED) -> AdmissionConfig:
+    """The configuration of "NAME" or "NAME:KEY=VALUE,...", with this bound of ghosts unless it says another.
+
+    Raises:
+        ConfigError: an unknown policy or key, or a value that the connector would not take either.
+    """
     policy, _, rest = text.partition(":")
-    if policy not in get_args(AdmissionPolicy):
-        raise ConfigError(f"--admission {policy}: unknown policy; choose one of {', '.join(get_args(AdmissionPolicy))}")
-    settings: dict[str, Any] = {"ghosts_max": GHOSTS_UNBOUNDED}
+    if policy != "default" and policy not in get_args(AdmissionPolicy):
+        choices = ", ".join((*get_args(AdmissionPolicy), "default"))
+        raise ConfigError(f"--admission {policy}: unknown policy; choose one of {choices}")
+    settings: dict[str, Any] = {} if policy == "default" else {"policy": policy}
     for pair in filter(None, rest.split(",")):
         key, _, value = pair.partition("=")
-        settings[key] = value
+        settings[key] = _number(value)
     try:
-        return msgspec.convert({"policy": policy, **settings}, AdmissionConfig, strict=False)
-    except msgspec.ValidationError as error:
+        config = SariaConfig.from_extra({"dram_capacity": "1GiB", "admission": settings}).admission
+    except ConfigError as error:
         raise ConfigError(f"--admission {text}: {error}") from None
+    return config if "ghosts_max" in settings else msgspec.structs.replace(config, ghosts_max=ghosts_max)
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, Any]:
@@ -145,15 +166,14 @@ def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, An
 
 def _time(arguments: argparse.Namespace, served: list[SimRequest], written_tokens: int) -> dict[str, Any]:
     machine, served_model = hardware(arguments.hardware), model(arguments.model)
-    times = msgspec.structs.asdict(time_requests(served, machine, served_model))
+    times = msgspec.structs.asdict(time_requests(served, machine, served_model, arguments.coordination == "on"))
     seconds = served[-1].time_s - served[0].time_s if served else 0.0
-    tb_day = tb_per_day(written_tokens * served_model.kv_bytes_token, seconds)
-    life = drive_life_years(tb_day, machine.drives * machine.drive_bytes, machine.drive_dwpd)
+    tb_day, years = wear(written_tokens * served_model.kv_bytes_token, seconds, machine)
     return {
         **times,
         "kv_bytes_token": served_model.kv_bytes_token,
-        "ssd_tb_per_day": tb_day,
-        "drive_life_years": life if life != float("inf") else None,
+        "ssd_tb_per_day": tb_day if tb_day != float("inf") else None,
+        "drive_life_years": years if years != float("inf") else None,
     }
 
 
@@ -187,7 +207,12 @@ def _table(rows: list[dict[str, Any]]) -> str:
     columns = [key for key in _COLUMNS if key in rows[0]]
     cells = [[_COLUMNS[key][0] for key in columns]]
     cells += [["-" if row[key] is None else _COLUMNS[key][1].format(row[key]) for key in columns] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return aligned(cells)
+
+
+def aligned(cells: list[list[str]]) -> str:
+    """A table: the first column to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)
@@ -197,12 +222,16 @@ def _table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _plot(rows: list[dict[str, Any]], path: str) -> None:
+def require_matplotlib(option: str) -> None:
+    """Raises ConfigError, before any work, when nothing can be drawn."""
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'saria-vllm[plot]'") from None
+        raise ConfigError(f"{option} needs matplotlib: pip install 'saria-vllm[plot]'") from None
     matplotlib.use("Agg")
+
+
+def _plot(rows: list[dict[str, Any]], path: str) -> None:
     from matplotlib import pyplot
 
     figure, (hits, writes) = pyplot.subplots(1, 2, figsize=(10, 4))
@@ -217,5 +246,9 @@ def _plot(rows: list[dict[str, Any]], path: str) -> None:
     for axis in (hits, writes):
         axis.tick_params(axis="x", rotation=30)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: cannot be written: {error.strerror}; expected a file to create") from None
+    finally:
+        pyplot.close(figure)

@@ -79,6 +79,7 @@ class SimResult(msgspec.Struct):
     chunk_accesses: int = 0
     elapsed_s: float = 0.0
     counts: Counts = {}
+    """What the connector's own counters would say."""
 
     def rates(self) -> dict[str, float]:
         """What users compare, shares from 0 to 1."""
@@ -105,13 +106,13 @@ class Simulator:
     def __init__(self, config: SimConfig, admission: Admission | None = None) -> None:
         self.config = config
         chunks = max(1, config.dram_tokens // config.chunk_tokens)
-        records = max(1, config.ssd_tokens // config.chunk_tokens)
-        self._lru = LruExtents(records) if config.ssd_eviction == "lru" else None
-        per_segment = -(-records // SEGMENTS)
+        records = config.ssd_tokens // config.chunk_tokens
+        self._lru = LruExtents(records) if records and config.ssd_eviction == "lru" else None
+        per_segment = max(1, -(-records // SEGMENTS))
         self.tiers = Tiers(
             [GroupShape(0, config.chunk_tokens, 1, _RECORD_BYTES)],
             SlotAllocator(1, [chunks + _HEADROOM]),
-            self._lru or ExtentAllocator(1, records // per_segment, [per_segment]),
+            (self._lru or ExtentAllocator(1, records // per_segment, [per_segment])) if records else None,
             admission or make_admission(config.admission, config.chunk_tokens),
             ghosts_max=config.admission.ghosts_max,
             headroom=[_HEADROOM],
@@ -134,6 +135,7 @@ class Simulator:
             served = self._serve(time_s, prefix, request.input_tokens)
             self.result.elapsed_s += time.perf_counter() - began
             yield served
+        self.result.counts = self.tiers.take_counts()
 
     def _prefix(self, thread: tuple[int, int], ids: list[int]) -> Prefix:
         """The thread's last prefix made into this one: most of it was looked up already."""

@@ -1,54 +1,111 @@
-"""What hits and misses cost in time: reloads over a shared ingress, prefills on GPUs that requests queue for."""
+"""What hits and misses cost in time: reloads over a shared ingress, prefills on GPUs that requests queue for.
+
+The node runs as many engines as its GPUs allow. A request goes to the engine with the least prefill ahead of it. An
+engine reloads for one request at a time, in order of arrival, while its GPUs compute for others; prefills follow in the
+order in which requests have all that they reuse. Engines that reload at the same time share the node's drives and DRAM
+evenly.
+
+Left out: decoding, which takes GPU time from prefill in reality, the copy's own latency, and SSD writes, which
+compete with reads for a drive. Requests come when the trace says, however late the answer before was: times of a node
+that cannot keep up grow without end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
+from saria_vllm.policy.endurance import DAY_S, drive_life_years
 from saria_vllm.sim.profiles import Hardware, Model
 from saria_vllm.sim.simulator import SimRequest
 
-DAY_S = 86_400.0
-RATED_YEARS = 5.0
-"""What a drive's rated writes per day are meant for."""
-
 
 class Rates(msgspec.Struct, frozen=True):
-    """What one engine's reloads run at, in bytes per second."""
+    """What a node moves, in bytes of KV per second."""
 
+    engines: int
     ingress: float
+    """Of one engine."""
     dram: float
+    """Of the node, for all engines that read at once; so is `ssd`."""
     ssd: float
-    ssd_latency_s: float
-    kv_bytes_token: int
+    ssd_latency_s: float = 0.0
 
     @classmethod
     def of(cls, hardware: Hardware, model: Model) -> Rates:
-        """Each engine has its share of the node's DRAM and drives. A replicated KV goes to every GPU as a whole, so
-        more GPUs bring no ingress."""
-        gpus = min(hardware.gpus, model.deployment_gpus(hardware))
-        share = gpus / hardware.gpus
+        """A replicated KV goes to every GPU as a whole: more GPUs bring no ingress, and each reads DRAM for itself.
+        From SSD it is read once for the node."""
+        deployment = model.deployment_gpus(hardware)
+        gpus = min(hardware.gpus, deployment)
+        copies = gpus if model.kv_replicated else 1
         return cls(
-            ingress=hardware.ingress_bytes_s * (1 if model.kv_replicated else gpus),
-            dram=hardware.dram_read_bytes_s * share,
-            ssd=hardware.drives * hardware.drive_read_bytes_s * share,
+            engines=max(1, hardware.gpus // deployment),
+            ingress=hardware.ingress_bytes_s * gpus / copies,
+            dram=hardware.dram_read_bytes_s / copies,
+            ssd=hardware.drives * hardware.drive_read_bytes_s,
             ssd_latency_s=hardware.drive_latency_s,
-            kv_bytes_token=model.kv_bytes_token,
         )
 
-    def reload_s(self, dram_tokens: float, ssd_tokens: float, coordinated: bool = True) -> float:
-        """Seconds of one reload that has the ingress to itself.
+    def shared(self, loads: Sequence[Load], coordinated: bool) -> list[tuple[float, float]]:
+        """(SSD, DRAM) rate of loads that run at once, each on an engine of its own.
 
-        Coordinated, both tiers run side by side: T = max(n_ssd / B_ssd, n_dram / B_dram, (n_ssd + n_dram) / B_ingress).
-        Otherwise one tier after the other.
+        Coordinated, DRAM copies take what the slow stream leaves of an engine's ingress, so that a load alone takes
+        T = max(n_ssd / B_ssd, (n_ssd + n_dram) / B_ingress). Otherwise both streams push and an ingress that cannot
+        take them gives each its share of what it asked for.
         """
-        dram, ssd = dram_tokens * self.kv_bytes_token, ssd_tokens * self.kv_bytes_token
-        latency = self.ssd_latency_s if ssd else 0.0
-        if coordinated:
-            return latency + max(ssd / self.ssd, dram / self.dram, (dram + ssd) / self.ingress)
-        return latency + ssd / min(self.ssd, self.ingress) + dram / min(self.dram, self.ingress)
+        ssd = _fair(self.ssd, [self.ingress if load.ssd else 0.0 for load in loads])
+        left = [self.ingress - (rate if coordinated else 0.0) for rate in ssd]
+        dram = _fair(self.dram, [room if load.dram else 0.0 for load, room in zip(loads, left, strict=True)])
+        squeeze = [min(1.0, self.ingress / (s + d)) if s + d else 1.0 for s, d in zip(ssd, dram, strict=True)]
+        return [(s * by, d * by) for s, d, by in zip(ssd, dram, squeeze, strict=True)]
+
+
+class Load(msgspec.Struct):
+    """A reload that waits or runs: bytes left of each tier."""
+
+    request: int
+    dram: float
+    ssd: float
+    latency_s: float
+
+
+class Reloads:
+    """The reloads of all engines of a node, over time."""
+
+    def __init__(self, rates: Rates, coordinated: bool) -> None:
+        self._rates, self._coordinated = rates, coordinated
+        self._queues: list[deque[Load]] = [deque() for _ in range(rates.engines)]
+        self._now = 0.0
+
+    def add(self, engine: int, load: Load) -> None:
+        """Queue a load, at the time that `until` has reached."""
+        self._queues[engine].append(load)
+
+    def until(self, time_s: float) -> Iterator[tuple[float, int, int]]:
+        """Go on to `time_s`. Yields (time, engine, request) of each load that ends, in order of time."""
+        while running := [(engine, queue) for engine, queue in enumerate(self._queues) if queue]:
+            loads = [queue[0] for _, queue in running]
+            rates = self._rates.shared(loads, self._coordinated)
+            step = min(
+                left / rate
+                for load, (ssd, dram) in zip(loads, rates, strict=True)
+                for left, rate in ((load.ssd, ssd), (load.dram, dram))
+                if left and rate
+            )
+            step = min(step, time_s - self._now)
+            self._now += step
+            for load, (ssd, dram) in zip(loads, rates, strict=True):
+                load.ssd, load.dram = _less(load.ssd, ssd * step), _less(load.dram, dram * step)
+            for engine, queue in running:
+                if not (queue[0].ssd or queue[0].dram):
+                    ended = queue.popleft()
+                    yield self._now + ended.latency_s, engine, ended.request
+            if self._now >= time_s:
+                break
+        self._now = max(self._now, time_s)
 
 
 class TimingResult(msgspec.Struct, frozen=True):
@@ -59,33 +116,50 @@ class TimingResult(msgspec.Struct, frozen=True):
     """Of requests with a hit; the wait for the ingress counts."""
 
 
+def request_times(
+    served: Iterable[SimRequest], hardware: Hardware, model: Model, coordinated: bool = True
+) -> tuple[list[float], list[float]]:
+    """Seconds to the first token, and seconds of the reload or 0, of served requests in their order."""
+    rates = Rates.of(hardware, model)
+    reloads = Reloads(rates, coordinated)
+    arrived: list[float] = []
+    prefill: list[float] = []
+    ttft: list[float] = []
+    reload: list[float] = []
+    assigned, gpu_free = [0.0] * rates.engines, [0.0] * rates.engines
+
+    def ready(at: float, engine: int, number: int) -> None:
+        gpu_free[engine] = max(at, gpu_free[engine]) + prefill[number]
+        reload[number] = at - arrived[number]
+        ttft[number] = gpu_free[engine] - arrived[number]
+
+    for number, request in enumerate(served):
+        now = request.time_s
+        for ended in reloads.until(now):
+            ready(*ended)
+        engine = min(range(rates.engines), key=assigned.__getitem__)
+        cached = request.dram_tokens + request.ssd_tokens
+        arrived.append(now)
+        prefill.append(model.prefill_s(hardware, max(1, request.prompt_tokens - cached), cached))
+        ttft.append(0.0)
+        reload.append(0.0)
+        assigned[engine] = max(now, assigned[engine]) + prefill[number]
+        if cached:
+            dram, ssd = request.dram_tokens * model.kv_bytes_token, request.ssd_tokens * model.kv_bytes_token
+            reloads.add(engine, Load(number, dram, ssd, rates.ssd_latency_s if ssd else 0.0))
+        else:
+            ready(now, engine, number)
+    for ended in reloads.until(float("inf")):
+        ready(*ended)
+    return ttft, reload
+
+
 def time_requests(
     served: Iterable[SimRequest], hardware: Hardware, model: Model, coordinated: bool = True
 ) -> TimingResult:
-    """Times of served requests, in their order.
-
-    The node runs as many engines as its GPUs allow. A request goes to the engine that is free first; its reload waits
-    for that engine's ingress, its prefill for the reload and the GPUs. Answers are not modelled: decoding shares the
-    GPUs with prefill in reality, so a loaded server is slower than this.
-    """
-    rates = Rates.of(hardware, model)
-    engines = max(1, hardware.gpus // model.deployment_gpus(hardware))
-    ingress_free, gpu_free = [0.0] * engines, [0.0] * engines
-    ttft, reloads = [], []
-    for request in served:
-        engine = min(range(engines), key=lambda number: (gpu_free[number], number))
-        cached, now = request.dram_tokens + request.ssd_tokens, request.time_s
-        ready = now
-        if cached:
-            ready = max(now, ingress_free[engine]) + rates.reload_s(
-                request.dram_tokens, request.ssd_tokens, coordinated
-            )
-            ingress_free[engine] = ready
-            reloads.append(ready - now)
-        new = max(1, request.prompt_tokens - cached)
-        end = max(ready, gpu_free[engine]) + model.prefill_s(hardware, new, cached)
-        gpu_free[engine] = end
-        ttft.append(end - now)
+    """Times of served requests, in their order; see the module's text."""
+    ttft, reload = request_times(served, hardware, model, coordinated)
+    reloads = [seconds for seconds in reload if seconds]
     return TimingResult(
         ttft_mean_s=float(np.mean(ttft)) if ttft else 0.0,
         ttft_p99_s=float(np.percentile(ttft, 99)) if ttft else 0.0,
@@ -94,12 +168,26 @@ def time_requests(
     )
 
 
-def tb_per_day(written_bytes: float, seconds: float) -> float:
-    """Terabytes (1e12 bytes) per day."""
-    return written_bytes / 1e12 * DAY_S / seconds if seconds else 0.0
+def wear(written_bytes: float, seconds: float, hardware: Hardware) -> tuple[float, float]:
+    """(TB of 1e12 bytes per day, years until the node's drives have written what they are rated for) at the rate of a
+    run; each is infinite where nothing bounds it."""
+    bytes_day = 0.0
+    if written_bytes:
+        bytes_day = written_bytes * DAY_S / seconds if seconds else float("inf")
+    rated_bytes_day = hardware.drives * hardware.drive_bytes * hardware.drive_dwpd
+    return bytes_day / 1e12, drive_life_years(bytes_day, rated_bytes_day)
 
 
-def drive_life_years(tb_day: float, rated_bytes: float, dwpd: float) -> float:
-    """Years until drives of `rated_bytes` in all have written what they are rated for, `dwpd` a day for
-    `RATED_YEARS`; infinite when nothing is written."""
-    return rated_bytes / 1e12 * dwpd * RATED_YEARS / tb_day if tb_day else float("inf")
+def _fair(total: float, wanted: Sequence[float]) -> list[float]:
+    """`total` among those who want some: evenly, and what one leaves goes to the others."""
+    given = [0.0] * len(wanted)
+    waiting = sorted((number for number, want in enumerate(wanted) if want), key=wanted.__getitem__)
+    for position, number in enumerate(waiting):
+        given[number] = min(wanted[number], total / (len(waiting) - position))
+        total -= given[number]
+    return given
+
+
+def _less(left: float, moved: float) -> float:
+    """What is left, without the crumbs of rounding."""
+    return left - moved if left - moved > 1 else 0.0
