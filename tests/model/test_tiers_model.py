@@ -61,8 +61,8 @@ PICK = st.integers(0, 999)
 """Chooses one of as many as there are."""
 
 ADMISSIONS = [
+    AdmissionConfig(),
     AdmissionConfig(policy="full_duplicate"),
-    AdmissionConfig(policy="dram_only"),
     AdmissionConfig(policy="saria", evictions=1),
     AdmissionConfig(policy="saria", evictions=2, reuses=2),
 ]
@@ -80,7 +80,6 @@ class Content(NamedTuple):
 
 TORN = Content(-1, b"torn", -1)
 """Bytes of a write that was planned and has not run: nobody may read them."""
-
 Place = tuple[int, Slot | Extent]
 """(group, slot) or (group, extent). A slot of one group has another address than the same slot of another group."""
 

@@ -224,7 +224,7 @@ def test_lru_extents_are_a_naive_lru(seed):
         match rng.randrange(4):
             case 0 | 1:
                 count = rng.randrange(1, records + 3)
-                places, lost = extents.take(0, count, 0.0)
+                places, lost = extents.take(0, count, [count], 0.0)
                 expected = naive[: max(0, count - (records - len(naive)))]
                 assert lost.tolist() == expected
                 naive = naive[len(expected) :]
