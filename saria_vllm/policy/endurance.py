@@ -97,10 +97,10 @@ class Governor:
         return EnduranceState(wall_s, self._level, self.written_bytes, bins)
 
     def restore(self, state: EnduranceState, now: float, wall_s: float) -> None:
-        """Go on where an earlier process stopped; budget accrued meanwhile. A wall clock that went back adds nothing."""
+        """Go on where an earlier process stopped: budget accrued meanwhile, unless the wall clock went back."""
         shift = now - max(wall_s, state.saved_s)
         self._now = min(now, state.saved_s + shift)
-        self._level = state.level_bytes
+        self._level = min(state.level_bytes, CARRY_DAYS * self.budget_bytes_day)
         self.written_bytes += state.written_bytes
         self._bins.extendleft((begin + shift, nbytes) for begin, nbytes in reversed(state.bins))
         self._last_day += sum(nbytes for _, nbytes in state.bins)
