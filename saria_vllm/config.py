@@ -35,11 +35,15 @@ _RANGES = {
 }
 """Bounds of whole numbers; the index counts evictions in 8 bits and reuses in 16."""
 
+_DWPD_RANGE = (0.001, 100.0)
+
 _ACCEPTED = {
     "ssd_engine": f"one of {', '.join(get_args(SsdEngineName))}",
     "io_cpus": "a list of CPU numbers",
     "namespace": "a string",
     "admission.policy": f"one of {', '.join(get_args(AdmissionPolicy))}",
+    "endurance.target_dwpd": "a number from {:g} to {:g}".format(*_DWPD_RANGE),
+    "endurance.hard_cap_dwpd": f"a number from target_dwpd to {_DWPD_RANGE[1]:g}",
     **{key: f"a whole number from {low} to {high}" for key, (low, high) in _RANGES.items()},
 }
 """What a key of the wrong type or an unknown choice should have been."""
@@ -83,6 +87,17 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Chunks whose history is remembered after their bytes are gone; about 250 bytes each."""
 
 
+class EnduranceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many bytes may be written to the SSDs, in writes of all drives' rated capacity per day (DWPD)."""
+
+    target_dwpd: float = 0.75
+    """What is written per day in the long run; what is unused is carried over, up to a day's worth."""
+    rated_capacity: int = 0
+    """Bytes of all drives together; 0 means the size of the block devices under `ssd_paths`."""
+    hard_cap_dwpd: float = 1.0
+    """What no 24 hours exceed."""
+
+
 class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Effective configuration. Sizes are bytes, for the node."""
 
@@ -92,6 +107,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: int = 0
     """Tokens in a chunk; 0 means "auto"."""
     admission: AdmissionConfig = AdmissionConfig()
+    endurance: EnduranceConfig | None = EnduranceConfig()
+    """None means "off": no bound on what is written."""
     ssd_engine: SsdEngineName = "auto"
     io_threads: int = 0
     """SSD threads per drive; 0 means automatic."""
@@ -135,6 +152,7 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"admission: {admission!r} is not a policy ({policies}) or an object")
         _reject_unknown(admission, AdmissionConfig, "admission.")
         raw["admission"] = admission
+        raw["endurance"] = _endurance(raw.get("endurance", {}))
         try:
             config = msgspec.convert(raw, cls, strict=True)
         except msgspec.ValidationError as error:
@@ -148,6 +166,14 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(struct, key.removeprefix("admission."))
             if not low <= value <= high:
                 raise ConfigError(f"{key}: {value} is not {_ACCEPTED[key]}")
+        if self.endurance is not None:
+            target, cap = self.endurance.target_dwpd, self.endurance.hard_cap_dwpd
+            least, most = _DWPD_RANGE
+            if not least <= target <= most:
+                raise ConfigError(f"endurance.target_dwpd: {target} is not {_ACCEPTED['endurance.target_dwpd']}")
+            if not target <= cap <= most:
+                accepted = f"{_ACCEPTED['endurance.hard_cap_dwpd']}; target_dwpd is {target:g}"
+                raise ConfigError(f"endurance.hard_cap_dwpd: {cap} is not {accepted}")
         cpus = os.cpu_count() or 1
         if any(not 0 <= cpu < cpus for cpu in self.io_cpus):
             raise ConfigError(f"io_cpus: {list(self.io_cpus)} names a CPU outside 0..{cpus - 1}")
@@ -194,9 +220,15 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.ssd_paths:
             ssd = f"ssd_capacity={format_bytes(self.ssd_capacity)} on {list(self.ssd_paths)}"
         policy = msgspec.to_builtins(self.admission)
+        endurance = "off"
+        if self.endurance is not None:
+            rated = self.endurance.rated_capacity
+            endurance = f"{self.endurance.target_dwpd:g} DWPD, at most {self.endurance.hard_cap_dwpd:g}, of "
+            endurance += format_bytes(rated) if rated else "the drives' size"
         return (
             f"dram_capacity={format_bytes(self.dram_capacity)} {ssd} "
-            f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} ssd_engine={self.ssd_engine} "
+            f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} endurance=({endurance}) "
+            f"ssd_engine={self.ssd_engine} "
             f"io_threads={self.io_threads or 'auto'} io_cpus={list(self.io_cpus) or 'auto'} "
             f"namespace={self.namespace!r}"
         )
@@ -241,6 +273,18 @@ def _ssd_paths(value: object) -> tuple[str, ...]:
     if len(set(paths)) != len(paths):
         raise ConfigError(f"ssd_paths: {list(value)!r} names a path twice")
     return paths
+
+
+def _endurance(value: object) -> dict[str, Any] | None:
+    if value == "off":
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'endurance: {value!r} is not "off" or an object')
+    _reject_unknown(value, EnduranceConfig, "endurance.")
+    raw = dict(value)
+    if "rated_capacity" in raw:
+        raw["rated_capacity"] = parse_bytes(raw["rated_capacity"], "endurance.rated_capacity")
+    return raw
 
 
 def _reject_unknown(raw: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:

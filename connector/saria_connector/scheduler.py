@@ -293,8 +293,11 @@ class SchedulerSide:
     def plan_step(self, scheduler_output: Any) -> None:
         """Plan stores, evictions and persists."""
         if not self._off:
+            now = self._clock()
             self._plan_stores(scheduler_output)
-            self._persists += self.tiers.make_room(self._clock())
+            self._persists += self.tiers.make_room(now)
+            if self.ssd.wear is not None:
+                self.ssd.wear.step(now)
 
     def take_metadata(self) -> SariaMetadata:
         """What was planned since the last call. Whatever was promised to vLLM is in it, also after a fault."""
