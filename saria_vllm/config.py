@@ -114,6 +114,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SSD threads per drive; 0 means automatic."""
     io_cpus: tuple[int, ...] = ()
     """CPUs for the SSD and copy threads; empty means automatic."""
+    trace_record: str = ""
+    """File to which a recording of the requests is appended, for the simulator; empty means none."""
     namespace: str = ""
     """Extra text in the namespace fingerprint, to keep equal-looking deployments apart."""
 
@@ -153,6 +155,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _reject_unknown(admission, AdmissionConfig, "admission.")
         raw["admission"] = admission
         raw["endurance"] = _endurance(raw.get("endurance", {}))
+        if "trace_record" in raw:
+            raw["trace_record"] = _path(raw["trace_record"], "trace_record")
         try:
             config = msgspec.convert(raw, cls, strict=True)
         except msgspec.ValidationError as error:
@@ -210,9 +214,24 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"ssd_capacity: {format_bytes(self.ssd_capacity)} is more than the disks under ssd_paths hold, each "
                 f"path getting an equal share; accepted: at most {format_bytes(most)}"
             )
+        if self.trace_record:
+            self._check_trace_record()
         for cpu in self.io_cpus:
             if not _cpu_allowed(cpu):
                 raise ConfigError(f"io_cpus: {cpu} is a CPU that this process may not use; accepted: those it may")
+
+    def _check_trace_record(self) -> None:
+        path, parent = self.trace_record, os.path.dirname(self.trace_record)
+        accepted = "a file that this user can append to, or a new one in a directory that exists"
+        if not os.path.isdir(parent):
+            raise ConfigError(f"trace_record: {path!r}: {parent!r} is not a directory; accepted: {accepted}")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"trace_record: {path!r}: cannot write in {parent!r}; accepted: {accepted}")
+        if os.path.lexists(path):
+            if os.path.islink(path) or not os.path.isfile(path):
+                raise ConfigError(f"trace_record: {path!r} is a symlink or no regular file; accepted: {accepted}")
+            if not os.access(path, os.R_OK | os.W_OK):
+                raise ConfigError(f"trace_record: {path!r} cannot be read and written; accepted: {accepted}")
 
     def describe(self) -> str:
         """Effective values in one line."""
@@ -230,7 +249,7 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} endurance=({endurance}) "
             f"ssd_engine={self.ssd_engine} "
             f"io_threads={self.io_threads or 'auto'} io_cpus={list(self.io_cpus) or 'auto'} "
-            f"namespace={self.namespace!r}"
+            f"trace_record={self.trace_record or 'off'} namespace={self.namespace!r}"
         )
 
 
@@ -263,13 +282,17 @@ def _is_int_above(value: object, low: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > low
 
 
+def _path(value: object, key: str) -> str:
+    """A path made plain."""
+    if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value or re.search(r"\$[A-Za-z_{(]", value):
+        raise ConfigError(f"{key}: {value!r} is not an absolute path ('~' and variables are not expanded)")
+    return "/" + os.path.normpath(value).lstrip("/")
+
+
 def _ssd_paths(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
         raise ConfigError(f"ssd_paths: {value!r} is not a list of absolute paths")
-    for path in value:
-        if not os.path.isabs(path) or "\0" in path or re.search(r"\$[A-Za-z_{(]", path):
-            raise ConfigError(f"ssd_paths: {path!r} is not an absolute path ('~' and variables are not expanded)")
-    paths = tuple("/" + os.path.normpath(path).lstrip("/") for path in value)
+    paths = tuple(_path(path, "ssd_paths") for path in value)
     if len(set(paths)) != len(paths):
         raise ConfigError(f"ssd_paths: {list(value)!r} names a path twice")
     return paths

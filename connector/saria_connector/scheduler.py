@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from saria_connector import compat
 from saria_connector.metadata import SariaMetadata
 from saria_connector.opening import SsdOpening
+from saria_connector.recording import Recording
 from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig, format_bytes
 from saria_vllm.metrics import Counts, count
@@ -123,6 +124,7 @@ class SchedulerSide:
         self.ssd = SsdOpening(config, sizing, self.tiers, clock)
         if config.ssd_paths:
             self.ssd.claim(vllm_config, kv_cache_config)
+        self._recording = Recording(config.trace_record, self._chunk_tokens) if config.trace_record else None
         self._log_start()
 
     def _log_start(self) -> None:
@@ -279,6 +281,11 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is None or self._off:
             return
+        if self._recording is not None and state.scheduled:
+            prompt_tokens = request.num_prompt_tokens
+            keys = self._prefix(state).keys[: prompt_tokens // self._chunk_tokens]
+            if not self._recording.add(request.arrival_time, keys, prompt_tokens, request.num_output_tokens):
+                count(self.tiers.chunks.counts, "recording_dropped", 1)
         if not state.no_store and state.scheduled and block_ids:
             confirmed = compat.confirmed_tokens(request)
             self._store(state, confirmed, block_ids)
@@ -365,6 +372,8 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         self.ssd.release()
+        if self._recording is not None:
+            self._recording.close()
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)

@@ -60,6 +60,7 @@ def test_everything_set() -> None:
             "ssd_engine": "posix",
             "io_threads": 4,
             "io_cpus": [0],
+            "trace_record": "/mnt//x/../trace.jsonl",
             "namespace": "blue",
         }
     )
@@ -69,6 +70,8 @@ def test_everything_set() -> None:
     assert config.endurance == EnduranceConfig(2.0, 30 * 10**12, 2.5)
     assert (config.chunk_tokens, config.ssd_engine, config.io_threads) == (256, "posix", 4)
     assert (config.io_cpus, config.namespace) == ((0,), "blue")
+    assert config.trace_record == "/mnt/trace.jsonl"
+    assert "trace_record=/mnt/trace.jsonl" in config.describe()
 
 
 def test_a_policy_name_alone_is_short_for_its_object() -> None:
@@ -201,6 +204,7 @@ TYPOS = {
     "ssd_engine": ["ssd_engin", "sdd_engine", "ssdEngine"],
     "io_threads": ["io_thread", "iothreads", "io-threads"],
     "io_cpus": ["io_cpu", "iocpus"],
+    "trace_record": ["trace_recording", "tracerecord", "traceRecord"],
     "namespace": ["name_space", "namespaces"],
 }  # fmt: skip
 
@@ -290,6 +294,11 @@ def test_b49_a_missing_dram_capacity_says_what_to_give() -> None:
         ("endurance", False, '"off" or an object'),
         ("endurance", None, '"off" or an object'),
         ("endurance", 0.75, '"off" or an object'),
+        ("trace_record", "trace.jsonl", "an absolute path"),
+        ("trace_record", "~/trace.jsonl", "'~' and variables are not expanded"),
+        ("trace_record", "", "an absolute path"),
+        ("trace_record", None, "an absolute path"),
+        ("trace_record", ["/mnt/a"], "an absolute path"),
         ("ssd_paths", "/mnt/a", "a list of absolute paths"),
         ("ssd_paths", [1], "a list of absolute paths"),
         ("ssd_paths", None, "a list of absolute paths"),
@@ -442,6 +451,32 @@ def test_b49_an_unwritable_directory_is_refused(tmp_path: Path, monkeypatch: pyt
     message = machine_refusal(ssd_at(tmp_path / "new"))
     assert message.startswith(f"ssd_paths: {str(tmp_path / 'new')!r}: cannot write in {str(tmp_path)!r}; accepted: ")
     assert asked == [(str(tmp_path), os.W_OK | os.X_OK)]
+
+
+def test_b49_a_recording_needs_a_directory_and_no_link(tmp_path: Path) -> None:
+    def refused(path: Path) -> str:
+        return machine_refusal({**MINIMAL, "trace_record": str(path)})
+
+    new = tmp_path / "new"
+    assert refused(new / "t").startswith(
+        f"trace_record: {str(new / 't')!r}: {str(new)!r} is not a directory; accepted:"
+    )
+    assert "is not a directory" in refused(a_file(tmp_path) / "t")
+    assert "is a symlink or no regular file" in refused(dangling_link(tmp_path))
+    assert "is a symlink or no regular file" in refused(tmp_path)
+    assert "is a symlink or no regular file" in refused(Path("/dev/null"))
+    for path in (new, a_file(tmp_path)):
+        SariaConfig.from_extra({**MINIMAL, "trace_record": str(path)}).check_machine()
+    assert not new.exists()
+
+
+def test_b49_a_recording_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`os.access` is replaced: root, as whom tests often run, may write in any directory."""
+    path = a_file(tmp_path)
+    monkeypatch.setattr(config_module.os, "access", lambda asked, mode: asked != str(path))
+    assert "cannot be read and written" in machine_refusal({**MINIMAL, "trace_record": str(path)})
+    monkeypatch.setattr(config_module.os, "access", lambda asked, mode: False)
+    assert f"cannot write in {str(tmp_path)!r}" in machine_refusal({**MINIMAL, "trace_record": str(path)})
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write in any directory")
