@@ -1,7 +1,7 @@
 """The endurance budget of this engine: the governor that bounds its SSD writes, and its state on the first SSD path.
 
-The state is encoded on the engine's thread and written on another one, every `SAVE_S` of steps and at shutdown: a crash
-forgets at most that much of what was written.
+The state is encoded on the engine's thread and written on another one, when `SAVE_S` of steps went by or `SAVE_SHARE`
+of a day's budget was written, and at shutdown, which vLLM often leaves out: it kills its engine process at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from saria_vllm.storage.wear import device_bytes, read_state, write_state
 logger = logging.getLogger("vllm.saria")
 
 SAVE_S = 30.0
+SAVE_SHARE = 0.001
+"""A crash forgets at most this, and what is written while the state is."""
+
 REPORT_S = 3600.0
 
 CLOSE_S = 5.0
@@ -45,6 +48,7 @@ class Wear:
         """Since when all that was written is known."""
         self._restore(now)
         self._saved_bytes = self.governor.written_bytes
+        """Written when the state was last saved."""
         self._save_at, self._report_at = now + SAVE_S, now + REPORT_S
         self._writer: threading.Thread | None = None
         self._problem = ""
@@ -71,25 +75,26 @@ class Wear:
 
     def step(self, now: float) -> None:
         """Once per engine step."""
-        if now >= self._save_at and (self._writer is None or not self._writer.is_alive()):
+        unsaved = self.governor.written_bytes - self._saved_bytes
+        due = now >= self._save_at or unsaved >= SAVE_SHARE * self.governor.budget_bytes_day
+        if unsaved and due and (self._writer is None or not self._writer.is_alive()):
             self._save_at = now + SAVE_S
-            if self.governor.written_bytes != self._saved_bytes:
-                self._writer = threading.Thread(target=self._write, args=self._encoded(now), daemon=True)
-                try:
-                    self._writer.start()
-                except RuntimeError:  # Too many threads here.
-                    self._writer = None
+            self._saved_bytes = self.governor.written_bytes
+            self._writer = threading.Thread(target=self._write, args=(self._encoded(now),), daemon=True)
+            try:
+                self._writer.start()
+            except RuntimeError:  # Too many threads here.
+                self._writer = None
         if now >= self._report_at:
             self._report_at = now + REPORT_S
             self._report(now)
 
-    def _encoded(self, now: float) -> tuple[bytes, int]:
-        return msgspec.json.encode(self.governor.state(now, time.time())), self.governor.written_bytes
+    def _encoded(self, now: float) -> bytes:
+        return msgspec.json.encode(self.governor.state(now, time.time()))
 
-    def _write(self, state: bytes, written_bytes: int) -> None:
+    def _write(self, state: bytes) -> None:
         try:
             write_state(self._path, self._index, state)
-            self._saved_bytes = written_bytes
         except StorageError as error:
             if str(error) != self._problem:
                 logger.warning("SARIA: what was written to SSD will be forgotten at the next start: %s", error)
@@ -117,4 +122,4 @@ class Wear:
             if self._writer.is_alive():
                 logger.warning("SARIA: a drive hangs; the last minute of what was written will be forgotten")
                 return
-        self._write(*self._encoded(now))
+        self._write(self._encoded(now))

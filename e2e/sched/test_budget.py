@@ -112,20 +112,25 @@ def kept(tmp_path: Path) -> EnduranceState | None:
     return None if data is None else msgspec.json.decode(data, type=EnduranceState)
 
 
-def test_a_crash_forgets_no_more_than_half_a_minute(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [wear_module.SAVE_SHARE, 1.0])
+def test_a_crash_forgets_half_a_minute_or_a_small_share(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr(wear_module, "SAVE_SHARE", share)
     engine = make(**small(tmp_path))
     wear = engine.side.ssd.wear
     assert wear is not None
     fill(engine, 3)
     written = wear.governor.written_bytes
-    assert written and kept(tmp_path) is None
-    engine.now += SAVE_S
-    engine.serve("step", prompt(20, seed=90))
+    if share == 1.0:
+        assert written and kept(tmp_path) is None
+        engine.now += SAVE_S
+        engine.serve("step", prompt(20, seed=90))
     assert wear._writer is not None
     wear._writer.join()
     state = kept(tmp_path)
     assert state is not None
-    assert state.written_bytes >= written
+    assert state.written_bytes >= (written if share == 1.0 else RECORD_BYTES)
     assert state.saved_s == pytest.approx(time.time(), abs=60)
 
 
