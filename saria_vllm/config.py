@@ -37,11 +37,16 @@ _RANGES = {
 }
 """Bounds of whole numbers; the index counts evictions in 8 bits and reuses in 16."""
 
+_DWPD_RANGE = (0.001, 100.0)
+
 _ACCEPTED = {
     "ssd_engine": f"one of {', '.join(get_args(SsdEngineName))}",
     "io_cpus": "a list of CPU numbers",
     "namespace": "a string",
     "admission.policy": f"one of {', '.join(get_args(AdmissionPolicy))}",
+    "admission.threshold": "a number above 0, and for `return` at most 1",
+    "endurance.target_dwpd": "a number from {:g} to {:g}".format(*_DWPD_RANGE),
+    "endurance.hard_cap_dwpd": f"a number from target_dwpd to {_DWPD_RANGE[1]:g}",
     **{key: f"a whole number from {low} to {high}" for key, (low, high) in _RANGES.items()},
 }
 """What a key of the wrong type or an unknown choice should have been."""
@@ -88,6 +93,17 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Chunks whose history is remembered after their bytes are gone; about 250 bytes each."""
 
 
+class EnduranceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many bytes may be written to the SSDs, in writes of all drives' rated capacity per day (DWPD)."""
+
+    target_dwpd: float = 0.75
+    """What is written per day in the long run; what is unused is carried over, up to a day's worth."""
+    rated_capacity: int = 0
+    """Bytes of all drives together; 0 means the size of the block devices under `ssd_paths`."""
+    hard_cap_dwpd: float = 1.0
+    """What no 24 hours exceed."""
+
+
 class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Effective configuration. Sizes are bytes, for the node."""
 
@@ -97,11 +113,15 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: int = 0
     """Tokens in a chunk; 0 means "auto"."""
     admission: AdmissionConfig = AdmissionConfig()
+    endurance: EnduranceConfig | None = EnduranceConfig()
+    """None means "off": no bound on what is written."""
     ssd_engine: SsdEngineName = "auto"
     io_threads: int = 0
     """SSD threads per drive; 0 means automatic."""
     io_cpus: tuple[int, ...] = ()
     """CPUs for the SSD and copy threads; empty means automatic."""
+    trace_record: str = ""
+    """File to which a recording of the requests is appended, for the simulator; empty means none."""
     namespace: str = ""
     """Extra text in the namespace fingerprint, to keep equal-looking deployments apart."""
 
@@ -140,6 +160,9 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"admission: {admission!r} is not a policy ({policies}) or an object")
         _reject_unknown(admission, AdmissionConfig, "admission.")
         raw["admission"] = admission
+        raw["endurance"] = _endurance(raw.get("endurance", {}))
+        if "trace_record" in raw:
+            raw["trace_record"] = _path(raw["trace_record"], "trace_record")
         try:
             config = msgspec.convert(raw, cls, strict=True)
         except msgspec.ValidationError as error:
@@ -148,11 +171,22 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return config
 
     def _check_ranges(self) -> None:
+        threshold = self.admission.threshold
+        if not 0 < threshold <= (1 if self.admission.policy == "return" else float(1 << 30)):
+            raise ConfigError(f"admission.threshold: {threshold} is not {_ACCEPTED['admission.threshold']}")
         for key, (low, high) in _RANGES.items():
             struct: msgspec.Struct = self.admission if key.startswith("admission.") else self
             value = getattr(struct, key.removeprefix("admission."))
             if not low <= value <= high:
                 raise ConfigError(f"{key}: {value} is not {_ACCEPTED[key]}")
+        if self.endurance is not None:
+            target, cap = self.endurance.target_dwpd, self.endurance.hard_cap_dwpd
+            least, most = _DWPD_RANGE
+            if not least <= target <= most:
+                raise ConfigError(f"endurance.target_dwpd: {target} is not {_ACCEPTED['endurance.target_dwpd']}")
+            if not target <= cap <= most:
+                accepted = f"{_ACCEPTED['endurance.hard_cap_dwpd']}; target_dwpd is {target:g}"
+                raise ConfigError(f"endurance.hard_cap_dwpd: {cap} is not {accepted}")
         cpus = os.cpu_count() or 1
         if any(not 0 <= cpu < cpus for cpu in self.io_cpus):
             raise ConfigError(f"io_cpus: {list(self.io_cpus)} names a CPU outside 0..{cpus - 1}")
@@ -194,9 +228,24 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"ssd_capacity: {format_bytes(self.ssd_capacity)} is more than the disks under ssd_paths hold, each "
                 f"path getting an equal share; accepted: at most {format_bytes(most)}"
             )
+        if self.trace_record:
+            self._check_trace_record()
         for cpu in self.io_cpus:
             if not _cpu_allowed(cpu):
                 raise ConfigError(f"io_cpus: {cpu} is a CPU that this process may not use; accepted: those it may")
+
+    def _check_trace_record(self) -> None:
+        path, parent = self.trace_record, os.path.dirname(self.trace_record)
+        accepted = "a file that this user can append to, or a new one in a directory that exists"
+        if not os.path.isdir(parent):
+            raise ConfigError(f"trace_record: {path!r}: {parent!r} is not a directory; accepted: {accepted}")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"trace_record: {path!r}: cannot write in {parent!r}; accepted: {accepted}")
+        if os.path.lexists(path):
+            if os.path.islink(path) or not os.path.isfile(path):
+                raise ConfigError(f"trace_record: {path!r} is a symlink or no regular file; accepted: {accepted}")
+            if not os.access(path, os.R_OK | os.W_OK):
+                raise ConfigError(f"trace_record: {path!r} cannot be read and written; accepted: {accepted}")
 
     def describe(self) -> str:
         """Effective values in one line."""
@@ -204,11 +253,17 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.ssd_paths:
             ssd = f"ssd_capacity={format_bytes(self.ssd_capacity)} on {list(self.ssd_paths)}"
         policy = msgspec.to_builtins(self.admission)
+        endurance = "off"
+        if self.endurance is not None:
+            rated = self.endurance.rated_capacity
+            endurance = f"{self.endurance.target_dwpd:g} DWPD, at most {self.endurance.hard_cap_dwpd:g}, of "
+            endurance += format_bytes(rated) if rated else "the drives' size"
         return (
             f"dram_capacity={format_bytes(self.dram_capacity)} {ssd} "
-            f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} ssd_engine={self.ssd_engine} "
+            f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} endurance=({endurance}) "
+            f"ssd_engine={self.ssd_engine} "
             f"io_threads={self.io_threads or 'auto'} io_cpus={list(self.io_cpus) or 'auto'} "
-            f"namespace={self.namespace!r}"
+            f"trace_record={self.trace_record or 'off'} namespace={self.namespace!r}"
         )
 
 
@@ -241,17 +296,21 @@ def _is_int_above(value: object, low: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > low
 
 
+def _path(value: object, key: str) -> str:
+    """A path made plain."""
+    if isinstance(value, str) and not _is_utf8(value):
+        raise ConfigError(f"{key}: {value!r} is not text that UTF-8 can encode; accepted: absolute paths")
+    if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value or re.search(r"\$[A-Za-z_{(]", value):
+        raise ConfigError(f"{key}: {value!r} is not an absolute path ('~' and variables are not expanded)")
+    return "/" + os.path.normpath(value).lstrip("/")
+
+
 def _ssd_paths(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
         raise ConfigError(f"ssd_paths: {value!r} is not a list of absolute paths")
     if len(value) > SSD_PATHS_MAX:
         raise ConfigError(f"ssd_paths: {len(value)} paths; accepted: at most {SSD_PATHS_MAX}")
-    for path in value:
-        if not _is_utf8(path):
-            raise ConfigError(f"ssd_paths: {path!r} is not text that UTF-8 can encode; accepted: absolute paths")
-        if not os.path.isabs(path) or "\0" in path or re.search(r"\$[A-Za-z_{(]", path):
-            raise ConfigError(f"ssd_paths: {path!r} is not an absolute path ('~' and variables are not expanded)")
-    paths = tuple("/" + os.path.normpath(path).lstrip("/") for path in value)
+    paths = tuple(_path(path, "ssd_paths") for path in value)
     if len(set(paths)) != len(paths):
         raise ConfigError(f"ssd_paths: {list(value)!r} names a path twice")
     return paths
@@ -263,6 +322,18 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _endurance(value: object) -> dict[str, Any] | None:
+    if value == "off":
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'endurance: {value!r} is not "off" or an object')
+    _reject_unknown(value, EnduranceConfig, "endurance.")
+    raw = dict(value)
+    if "rated_capacity" in raw:
+        raw["rated_capacity"] = parse_bytes(raw["rated_capacity"], "endurance.rated_capacity")
+    return raw
 
 
 def _reject_unknown(raw: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:

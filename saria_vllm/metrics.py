@@ -47,6 +47,7 @@ COUNTERS: dict[str, Metric] = {
     "retired_chunks": Metric("Chunks that left SSD with their segment"),
     "recovered_chunks": Metric("Chunks found on SSD when the engine started"),
     "dropped_chunks": Metric("Chunks not kept", "reason", DROP_REASONS),
+    "recording_dropped": Metric("Finished requests that trace_record left out: its queue was full, or it has ended"),
     "errors": Metric("Failed reads and writes of chunks", "reason", ERROR_REASONS),
     "internal_errors": Metric("Faults of ours that were turned into cache misses"),
 }

@@ -17,6 +17,7 @@ import msgspec
 from saria_connector.fingerprint import fingerprint_parts, process_only_reasons
 from saria_connector.metadata import SariaMetadata
 from saria_connector.sizing import Sizing
+from saria_connector.wear import Wear
 from saria_vllm.config import SariaConfig, format_bytes
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.extents import ExtentAllocator
@@ -41,6 +42,7 @@ class SsdOpening:
         self._config, self._sizing, self._tiers, self._clock = config, sizing, tiers, clock
         self.generation = 0
         self.directory: EngineDirectory | None = None
+        self.wear: Wear | None = None
         self._until = 0.0
         """Until when lookups wait; 0 once the tier is open or off."""
         self._reclaimer: threading.Thread | None = None
@@ -65,6 +67,10 @@ class SsdOpening:
         self.directory = self._lease(namespace_name(parts), parts, preferred)
         self.generation = self.directory.generation
         self._until = self._clock() + OPENING_S
+        if self._config.endurance is not None:
+            paths, index = self._config.ssd_paths, self.directory.index
+            self.wear = Wear(self._config.endurance, paths, index, sizing.engines, self._clock())
+            self._tiers.evictor.governor = self.wear.governor
 
     def _lease(self, namespace: str, parts: dict[str, Any], preferred: int) -> EngineDirectory:
         """The preferred engine directory; another one only when a few seconds do not free it.
@@ -168,6 +174,9 @@ class SsdOpening:
             self.generation = self.directory.generation
 
     def release(self) -> None:
+        if self.wear is not None:
+            self.wear.close(self._clock())
+            self.wear = None
         if self.directory is not None:
             self.directory.release()
             self.directory = None

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from saria_connector import compat
 from saria_connector.metadata import SariaMetadata
 from saria_connector.opening import SsdOpening
+from saria_connector.recording import Recording
 from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig, format_bytes
 from saria_vllm.metrics import Counts, count
@@ -126,6 +127,7 @@ class SchedulerSide:
         self.ssd = SsdOpening(config, sizing, self.tiers, clock)
         if config.ssd_paths:
             self.ssd.claim(vllm_config, kv_cache_config)
+        self._recording = Recording(config.trace_record, self._chunk_tokens) if config.trace_record else None
         self._log_start()
 
     def _log_start(self) -> None:
@@ -285,6 +287,11 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is None or self._off:
             return
+        if self._recording is not None and state.scheduled:
+            prompt_tokens = request.num_prompt_tokens
+            keys = self._prefix(state).keys[: prompt_tokens // self._chunk_tokens]
+            if not self._recording.add(request.arrival_time, keys, prompt_tokens, request.num_output_tokens):
+                count(self.tiers.chunks.counts, "recording_dropped", 1)
         if not state.no_store and state.scheduled and block_ids:
             confirmed = compat.confirmed_tokens(request)
             self._store(state, confirmed, block_ids)
@@ -299,8 +306,11 @@ class SchedulerSide:
     def plan_step(self, scheduler_output: Any) -> None:
         """Plan stores, evictions and persists."""
         if not self._off:
+            now = self._clock()
             self._plan_stores(scheduler_output)
-            self._persists += self.tiers.make_room(self._clock())
+            self._persists += self.tiers.make_room(now)
+            if self.ssd.wear is not None:
+                self.ssd.wear.step(now)
 
     def take_metadata(self) -> SariaMetadata:
         """What was planned since the last call. Whatever was promised to vLLM is in it, also after a fault."""
@@ -368,6 +378,8 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         self.ssd.release()
+        if self._recording is not None:
+            self._recording.close()
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)

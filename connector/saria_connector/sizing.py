@@ -23,6 +23,8 @@ class Sizing:
     groups: list[int]
     """vLLM's ids of the served groups; our group numbers are positions in this list."""
     shapes: list[GroupShape]
+    engines: int
+    """Data-parallel engines on this node, which share its capacities and its endurance budget evenly."""
     ranks: int
     """Ranks of this engine, all on this node."""
     dram_bytes: int
@@ -74,6 +76,5 @@ class Sizing:
                     f"ssd_capacity: {format_bytes(config.ssd_capacity)} is too small for chunks of "
                     f"{format_bytes(max(records))}; accepted: at least {format_bytes(need)}"
                 )
-        return cls(
-            groups, shapes, ranks, config.dram_capacity // engines, slab_bytes, slabs, segment_bytes, segments_max
-        )
+        dram_bytes = config.dram_capacity // engines
+        return cls(groups, shapes, engines, ranks, dram_bytes, slab_bytes, slabs, segment_bytes, segments_max)

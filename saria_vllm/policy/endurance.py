@@ -100,7 +100,7 @@ class Governor:
         """Go on where an earlier process stopped; budget accrued meanwhile, none if the wall clock went back."""
         shift = now - max(wall_s, state.saved_s)
         self._now = min(now, state.saved_s + shift)
-        self._level = state.level_bytes
+        self._level = min(state.level_bytes, CARRY_DAYS * self.budget_bytes_day)
         self.written_bytes += state.written_bytes
         self._bins.extendleft((begin + shift, nbytes) for begin, nbytes in reversed(state.bins))
         self._last_day += sum(nbytes for _, nbytes in state.bins)

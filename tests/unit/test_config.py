@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from saria_vllm import config as config_module
-from saria_vllm.config import AdmissionConfig, SariaConfig, format_bytes, memory_limit_bytes, parse_bytes
+from saria_vllm.config import (
+    AdmissionConfig,
+    EnduranceConfig,
+    SariaConfig,
+    format_bytes,
+    memory_limit_bytes,
+    parse_bytes,
+)
 from saria_vllm.errors import ConfigError, SariaError
 
 MINIMAL = {"dram_capacity": "1GiB"}
@@ -37,7 +44,8 @@ def machine_refusal(extra: dict[str, Any]) -> str:
 def test_defaults() -> None:
     config = SariaConfig.from_extra(MINIMAL)
     assert config == SariaConfig(dram_capacity=1 << 30)
-    assert config.admission == AdmissionConfig(policy="saria", evictions=2, reuses=0)
+    assert config.admission == AdmissionConfig(policy="return", evictions=2, reuses=0, threshold=0.74)
+    assert config.endurance == EnduranceConfig(target_dwpd=0.75, rated_capacity=0, hard_cap_dwpd=1.0)
     assert config.chunk_tokens == 0
     assert config.ssd_paths == ()
 
@@ -48,22 +56,33 @@ def test_everything_set() -> None:
             **WITH_SSD,
             "chunk_tokens": 256,
             "admission": {"policy": "saria", "evictions": 3, "reuses": 4, "ghosts_max": 10},
+            "endurance": {"target_dwpd": 2, "rated_capacity": "30TB", "hard_cap_dwpd": 2.5},
             "ssd_engine": "posix",
             "io_threads": 4,
             "io_cpus": [0],
+            "trace_record": "/mnt//x/../trace.jsonl",
             "namespace": "blue",
         }
     )
     assert config.ssd_capacity == 2 << 40
     assert config.ssd_paths == ("/mnt/nvme0/saria",)
-    assert config.admission == AdmissionConfig("saria", 3, 4, 10)
+    assert config.admission == AdmissionConfig("saria", 3, 4, ghosts_max=10)
+    assert config.endurance == EnduranceConfig(2.0, 30 * 10**12, 2.5)
     assert (config.chunk_tokens, config.ssd_engine, config.io_threads) == (256, "posix", 4)
     assert (config.io_cpus, config.namespace) == ((0,), "blue")
+    assert config.trace_record == "/mnt/trace.jsonl"
+    assert "trace_record=/mnt/trace.jsonl" in config.describe()
 
 
 def test_a_policy_name_alone_is_short_for_its_object() -> None:
     config = SariaConfig.from_extra({**MINIMAL, "admission": "full_duplicate"})
     assert config.admission == AdmissionConfig(policy="full_duplicate")
+
+
+def test_endurance_can_be_turned_off() -> None:
+    config = SariaConfig.from_extra({**WITH_SSD, "endurance": "off"})
+    assert config.endurance is None
+    assert "endurance=(off)" in config.describe()
 
 
 def test_chunk_tokens_auto_is_the_default() -> None:
@@ -82,6 +101,9 @@ def test_effective_values_are_one_line_with_totals_and_absolute_paths() -> None:
     assert "\n" not in line
     for part in ("dram_capacity=1.00GiB", "ssd_capacity=2.00TiB", "/mnt/nvme0/saria", "chunk_tokens=auto", "saria"):
         assert part in line
+    assert "endurance=(0.75 DWPD, at most 1, of the drives' size)" in line
+    rated = SariaConfig.from_extra({**WITH_SSD, "endurance": {"rated_capacity": "3TiB"}}).describe()
+    assert "of 3.00TiB" in rated
     assert "no SSD" in SariaConfig.from_extra(MINIMAL).describe()
 
 
@@ -178,9 +200,11 @@ TYPOS = {
     "ssd_capacity": ["ssd_capacty", "sdd_capacity", "ssdCapacity"],
     "chunk_tokens": ["chunk_token", "chunktokens", "chunk_size_tokens"],
     "admission": ["admision", "admissions", "Admission"],
+    "endurance": ["endurence", "Endurance", "endurances"],
     "ssd_engine": ["ssd_engin", "sdd_engine", "ssdEngine"],
     "io_threads": ["io_thread", "iothreads", "io-threads"],
     "io_cpus": ["io_cpu", "iocpus"],
+    "trace_record": ["trace_recording", "tracerecord", "traceRecord"],
     "namespace": ["name_space", "namespaces"],
 }  # fmt: skip
 
@@ -189,12 +213,20 @@ ADMISSION_TYPOS = {
     "evictions": ["eviction", "evictons"],
     "reuses": ["reuse", "re_uses"],
     "ghosts_max": ["ghost_max", "max_ghosts"],
+    "threshold": ["treshold", "threshhold", "Threshold"],
+}
+
+ENDURANCE_TYPOS = {
+    "target_dwpd": ["target_dpwd", "target-dwpd", "dwpd"],
+    "rated_capacity": ["rate_capacity", "capacity"],
+    "hard_cap_dwpd": ["hardcap_dwpd", "hard_cap"],
 }
 
 
 def test_b49_every_key_has_typos_here() -> None:
     assert set(TYPOS) == set(SariaConfig.__struct_fields__)
     assert set(ADMISSION_TYPOS) == set(AdmissionConfig.__struct_fields__)
+    assert set(ENDURANCE_TYPOS) == set(EnduranceConfig.__struct_fields__)
 
 
 @pytest.mark.parametrize(("key", "typo"), [(key, typo) for key, typos in TYPOS.items() for typo in typos])
@@ -211,6 +243,12 @@ def test_b49_a_mistyped_nested_key_names_the_nearest_one(key: str, typo: str) ->
     message = refusal({**MINIMAL, "admission": {typo: 3}})
     assert message.startswith(f"admission.{typo}: unknown key, given 3; did you mean admission.{key}?")
     assert "admission.ghosts_max" in message.partition("accepted:")[2]
+
+
+@pytest.mark.parametrize(("key", "typo"), [(key, typo) for key, typos in ENDURANCE_TYPOS.items() for typo in typos])
+def test_b49_a_mistyped_endurance_key_names_the_nearest_one(key: str, typo: str) -> None:
+    message = refusal({**MINIMAL, "endurance": {typo: 3}})
+    assert message.startswith(f"endurance.{typo}: unknown key, given 3; did you mean endurance.{key}?")
 
 
 def test_b49_a_key_that_is_no_string_is_unknown() -> None:
@@ -250,9 +288,18 @@ def test_b49_a_missing_dram_capacity_says_what_to_give() -> None:
         ("namespace", 5, "a string"),
         ("namespace", None, "a string"),
         ("namespace", ["a"], "a string"),
-        ("admission", 5, "saria, full_duplicate, dram_only"),
+        ("admission", 5, "return, saria, score, full_duplicate, dram_only"),
         ("admission", None, "or an object"),
         ("admission", ["saria"], "or an object"),
+        ("endurance", "on", '"off" or an object'),
+        ("endurance", False, '"off" or an object'),
+        ("endurance", None, '"off" or an object'),
+        ("endurance", 0.75, '"off" or an object'),
+        ("trace_record", "trace.jsonl", "an absolute path"),
+        ("trace_record", "~/trace.jsonl", "'~' and variables are not expanded"),
+        ("trace_record", "", "an absolute path"),
+        ("trace_record", None, "an absolute path"),
+        ("trace_record", ["/mnt/a"], "an absolute path"),
         ("ssd_paths", "/mnt/a", "a list of absolute paths"),
         ("ssd_paths", [1], "a list of absolute paths"),
         ("ssd_paths", None, "a list of absolute paths"),
@@ -268,9 +315,9 @@ def test_b49_a_value_of_a_wrong_type_or_range_is_refused(key: str, value: object
 @pytest.mark.parametrize(
     ("key", "value", "accepted"),
     [
-        ("policy", "lru", "one of saria, full_duplicate, dram_only"),
-        ("policy", "SARIA", "one of saria"),
-        ("policy", 2, "one of saria"),
+        ("policy", "lru", "one of return, saria, score, full_duplicate, dram_only"),
+        ("policy", "SARIA", "one of return, saria"),
+        ("policy", 2, "one of return, saria"),
         ("evictions", 0, "a whole number from 1 to 255"),
         ("evictions", 256, "a whole number from 1 to 255"),
         ("evictions", True, "a whole number from 1 to 255"),
@@ -289,9 +336,46 @@ def test_b49_nested_values_are_named_with_their_path(key: str, value: object, ac
     assert message.startswith(f"admission.{key}: {value!r} is not {accepted}")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("target_dwpd", 0, "a number from 0.001 to 100"),
+        ("target_dwpd", -1.0, "a number from 0.001 to 100"),
+        ("target_dwpd", 1000, "a number from 0.001 to 100"),
+        ("target_dwpd", float("nan"), "a number from 0.001 to 100"),
+        ("target_dwpd", True, "a number from 0.001 to 100"),
+        ("target_dwpd", "0.75", "a number from 0.001 to 100"),
+        ("target_dwpd", None, "a number from 0.001 to 100"),
+        ("hard_cap_dwpd", 0.5, "a number from target_dwpd to 100; target_dwpd is 0.75"),
+        ("hard_cap_dwpd", float("inf"), "a number from target_dwpd to 100"),
+        ("hard_cap_dwpd", "1", "a number from target_dwpd to 100"),
+        ("rated_capacity", 10**12, "a size above zero with a unit"),
+        ("rated_capacity", "4", "a size above zero with a unit"),
+        ("rated_capacity", "0TB", "a size above zero with a unit"),
+        ("rated_capacity", None, "a size above zero with a unit"),
+    ],
+)
+def test_b49_endurance_values_are_named_with_their_path(key: str, value: object, accepted: str) -> None:
+    message = refusal({**MINIMAL, "endurance": {key: value}})
+    given = repr(float(value)) if type(value) is int and key != "rated_capacity" else repr(value)
+    assert message.startswith(f"endurance.{key}: {given} is not {accepted}")
+
+
+def test_b49_a_target_above_the_default_cap_says_that_the_cap_is_too_low() -> None:
+    message = refusal({**MINIMAL, "endurance": {"target_dwpd": 3}})
+    assert message == ("endurance.hard_cap_dwpd: 1.0 is not a number from target_dwpd to 100; target_dwpd is 3")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.01, "nan"])
+def test_b49_a_threshold_that_is_no_probability_is_refused(value: object) -> None:
+    value = float("nan") if value == "nan" else value
+    message = refusal({**MINIMAL, "admission": {"policy": "return", "threshold": value}})
+    assert message.endswith("is not a number above 0, and for `return` at most 1")
+
+
 def test_b49_an_unknown_policy_name_lists_the_policies() -> None:
     message = refusal({**MINIMAL, "admission": "lru"})
-    assert message == "admission.policy: 'lru' is not one of saria, full_duplicate, dram_only"
+    assert message == "admission.policy: 'lru' is not one of return, saria, score, full_duplicate, dram_only"
 
 
 def test_b49_a_value_that_looks_like_an_error_path_is_still_named() -> None:
@@ -399,6 +483,32 @@ def test_b49_an_unwritable_directory_is_refused(tmp_path: Path, monkeypatch: pyt
     message = machine_refusal(ssd_at(tmp_path / "new"))
     assert message.startswith(f"ssd_paths: {str(tmp_path / 'new')!r}: cannot write in {str(tmp_path)!r}; accepted: ")
     assert asked == [(str(tmp_path), os.W_OK | os.X_OK)]
+
+
+def test_b49_a_recording_needs_a_directory_and_no_link(tmp_path: Path) -> None:
+    def refused(path: Path) -> str:
+        return machine_refusal({**MINIMAL, "trace_record": str(path)})
+
+    new = tmp_path / "new"
+    assert refused(new / "t").startswith(
+        f"trace_record: {str(new / 't')!r}: {str(new)!r} is not a directory; accepted:"
+    )
+    assert "is not a directory" in refused(a_file(tmp_path) / "t")
+    assert "is a symlink or no regular file" in refused(dangling_link(tmp_path))
+    assert "is a symlink or no regular file" in refused(tmp_path)
+    assert "is a symlink or no regular file" in refused(Path("/dev/null"))
+    for path in (new, a_file(tmp_path)):
+        SariaConfig.from_extra({**MINIMAL, "trace_record": str(path)}).check_machine()
+    assert not new.exists()
+
+
+def test_b49_a_recording_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`os.access` is replaced: root, as whom tests often run, may write in any directory."""
+    path = a_file(tmp_path)
+    monkeypatch.setattr(config_module.os, "access", lambda asked, mode: asked != str(path))
+    assert "cannot be read and written" in machine_refusal({**MINIMAL, "trace_record": str(path)})
+    monkeypatch.setattr(config_module.os, "access", lambda asked, mode: False)
+    assert f"cannot write in {str(tmp_path)!r}" in machine_refusal({**MINIMAL, "trace_record": str(path)})
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write in any directory")

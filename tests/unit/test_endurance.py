@@ -88,6 +88,13 @@ def test_a_restart_goes_on_with_the_budget_and_the_last_day() -> None:
     assert second.last_day_bytes(3.0 + 0.6 * DAY_S) == 0
 
 
+def test_a_smaller_budget_after_a_restart_carries_no_more_than_its_own_day() -> None:
+    first = Governor(100 * GB, 150 * GB, now=0.0)
+    second = Governor(GB, 150 * GB, now=0.0)
+    second.restore(first.state(5 * DAY_S, wall_s=5e9), now=0.0, wall_s=5e9)
+    assert second.room(0.0) == GB
+
+
 def test_a_wall_clock_that_went_back_gives_no_budget() -> None:
     first = Governor(100 * GB, 150 * GB, now=0.0)
     write(first, 10**15, 0.0)

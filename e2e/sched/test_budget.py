@@ -1,0 +1,215 @@
+"""The endurance budget under vLLM's scheduler: what it refuses is counted, and what was written is never forgotten."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness import Engine, prompt
+from saria_connector import wear as wear_module
+from saria_connector.wear import SAVE_S, Wear
+from saria_vllm.config import EnduranceConfig
+from saria_vllm.errors import StorageError
+from saria_vllm.policy.endurance import BAND_DAYS, DAY_S, EnduranceState
+from saria_vllm.storage.wear import read_state, write_state
+
+pytestmark = pytest.mark.vllm
+Make = Callable[..., Engine]
+
+RECORD_BYTES = 512 << 10
+RATED_BYTES = 256 << 20
+FIRST_CHUNKS = int(BAND_DAYS * 0.75 * RATED_BYTES) // RECORD_BYTES
+"""What a fresh budget allows."""
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """Our log lines."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("vllm.saria"), Keep()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def small(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    """A DRAM tier of few chunks, every one of which is wanted on SSD, and a budget of `FIRST_CHUNKS`."""
+    return {
+        "block_bytes": RECORD_BYTES, "dram_capacity": "8MiB", "ssd_paths": [f"{tmp_path}/ssd"],
+        "ssd_capacity": "64MiB", "admission": "full_duplicate",
+        "endurance": {"rated_capacity": f"{RATED_BYTES}B"}, **more,
+    }  # fmt: skip
+
+
+def fill(engine: Engine, prompts: int = 6, seed: int = 0) -> int:
+    """Serve prompts that overflow DRAM; how many chunks were written to SSD."""
+    before = len(engine.begun("persist"))
+    for number in range(prompts):
+        engine.serve(f"{seed}.{number}", prompt(100, seed=seed + number))
+    engine.step()
+    return len(engine.begun("persist")) - before
+
+
+def test_writes_stop_at_the_budget_and_what_it_refuses_is_counted(make: Make, tmp_path: Path) -> None:
+    engine = make(**small(tmp_path))
+    assert fill(engine) == FIRST_CHUNKS
+    assert engine.counted("dropped_chunks:over_budget") > 0
+    assert engine.side.ssd.wear is not None
+    assert engine.side.ssd.wear.governor.written_bytes == FIRST_CHUNKS * RECORD_BYTES
+    engine.now += 3 * RECORD_BYTES * DAY_S / (0.75 * RATED_BYTES)
+    assert fill(engine, seed=50) == 3, "budget accrues with time"
+
+
+def test_all_ranks_writes_count(make: Make, tmp_path: Path) -> None:
+    engine = make(**small(tmp_path, ranks=2, dram_capacity="16MiB"))
+    assert fill(engine) == FIRST_CHUNKS // 2
+
+
+def test_off_bounds_nothing(make: Make, tmp_path: Path) -> None:
+    engine = make(**small(tmp_path, endurance="off"))
+    assert fill(engine) > FIRST_CHUNKS
+    assert engine.side.ssd.wear is None
+    engine.close()
+    assert not list((tmp_path / "ssd" / "saria").glob("endurance*"))
+
+
+def test_a_reset_gives_no_new_budget(make: Make, tmp_path: Path) -> None:
+    engine = make(**small(tmp_path))
+    fill(engine)
+    assert engine.connector.reset_cache() is True
+    assert fill(engine, seed=50) == 0
+
+
+@pytest.mark.parametrize("namespace", ["", "another"])
+def test_what_was_written_survives_a_restart(make: Make, tmp_path: Path, namespace: str) -> None:
+    engine = make(**small(tmp_path))
+    fill(engine)
+    engine.close()
+    engine = make(**small(tmp_path, namespace=namespace))
+    assert fill(engine, seed=50) == 0
+    assert engine.counted("dropped_chunks:over_budget") > 0
+    assert engine.side.ssd.wear is not None
+    assert engine.side.ssd.wear.governor.written_bytes == FIRST_CHUNKS * RECORD_BYTES
+
+
+def kept(tmp_path: Path) -> EnduranceState | None:
+    data = read_state(f"{tmp_path}/ssd", 0)
+    return None if data is None else msgspec.json.decode(data, type=EnduranceState)
+
+
+@pytest.mark.parametrize("share", [wear_module.SAVE_SHARE, 1.0])
+def test_a_crash_forgets_half_a_minute_or_a_small_share(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr(wear_module, "SAVE_SHARE", share)
+    engine = make(**small(tmp_path))
+    wear = engine.side.ssd.wear
+    assert wear is not None
+    fill(engine, 3)
+    written = wear.governor.written_bytes
+    if share == 1.0:
+        assert written and kept(tmp_path) is None
+        engine.now += SAVE_S
+        engine.serve("step", prompt(20, seed=90))
+    assert wear._writer is not None
+    wear._writer.join()
+    state = kept(tmp_path)
+    assert state is not None
+    assert state.written_bytes >= (written if share == 1.0 else RECORD_BYTES)
+    assert state.saved_s == pytest.approx(time.time(), abs=60)
+
+
+def test_a_drive_that_hangs_or_fails_holds_up_no_step(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def hangs(*args: Any) -> None:
+        begun.set()
+        go_on.wait(60)
+        raise StorageError("no such luck")
+
+    monkeypatch.setattr(wear_module, "write_state", hangs)
+    monkeypatch.setattr(wear_module, "CLOSE_S", 0.1)
+    engine = make(**small(tmp_path))
+    for seed in (0, 20, 40):
+        fill(engine, 3, seed)
+        engine.now += SAVE_S
+    assert begun.wait(10)
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 30
+    assert any("a drive hangs" in line for line in said)
+    go_on.set()
+    assert engine.side.ssd.wear is None
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(b"{]")
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def other_version(path: Path) -> None:
+    write_state(str(path.parent.parent), 0, b'{"saved_s":"yesterday"}')
+
+
+@pytest.mark.parametrize("harm", [damage, directory, dangling, other_version])
+def test_a_state_that_cannot_be_used_is_said_and_does_not_stop_the_start(
+    make: Make, tmp_path: Path, said: list[str], harm: Callable[[Path], None]
+) -> None:
+    (tmp_path / "ssd" / "saria").mkdir(parents=True)
+    harm(tmp_path / "ssd" / "saria" / "endurance-e0.json")
+    engine = make(**small(tmp_path))
+    assert any("what was written to SSD before is not known" in line for line in said)
+    assert fill(engine) == FIRST_CHUNKS
+    engine.close()
+    if harm is directory:
+        assert any("will be forgotten at the next start" in line for line in said)
+    else:
+        state = kept(tmp_path)
+        assert state is not None and state.written_bytes == FIRST_CHUNKS * RECORD_BYTES
+
+
+def test_budget_and_drive_life_are_said(make: Make, tmp_path: Path, said: list[str]) -> None:
+    engine = make(**small(tmp_path))
+    (line,) = [line for line in said if "may write" in line]
+    assert line == (
+        "SARIA: this engine may write 192.00MiB to SSD per day and at most 256.00MiB in any 24 h (of drives rated "
+        "256.00MiB, shared by 1 engine(s)); 7.68MiB now; written so far: 0B"
+    )
+    fill(engine)
+    engine.close()
+    (line,) = [line for line in said if "years" in line]
+    # 7.5 MiB in what counts as an hour are 180 MiB per day, of 256 MiB for 5 years.
+    assert "wrote 7.50MiB to SSD in the last 24 h, 7.50MiB in all" in line
+    assert "last 7.1 years" in line
+
+
+def test_local_engines_share_the_budget_and_the_drives_size_is_the_default(tmp_path: Path) -> None:
+    wears = [Wear(EnduranceConfig(), [str(tmp_path)], index, engines, 5.0) for index, engines in ((0, 1), (1, 4))]
+    budgets = [wear.governor.budget_bytes_day for wear in wears]
+    assert budgets[0] == pytest.approx(4 * budgets[1])
+    assert budgets[0] > 0
+    assert wears[1].governor.cap_bytes_day == pytest.approx(budgets[1] / 0.75)

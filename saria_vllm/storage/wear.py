@@ -1,0 +1,107 @@
+"""Drive wear: how large the drives under our paths are, and a small file that remembers what was written to them.
+
+The file is `<ssd_path>/saria/endurance-e<k>.json`, beside the namespaces: it outlives a change of configuration.
+
+  {"endurance": 1, "crc": CRC-32 of the state's bytes, "state": {...}}
+
+What the state says is the policy's.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+
+from saria_vllm.errors import StorageError
+from saria_vllm.storage.directories import TOP_NAME, open_path, read_small, write_durably
+
+VERSION = 1
+_SECTOR_BYTES = 512
+
+
+class _File(msgspec.Struct):
+    endurance: int
+    crc: int
+    state: msgspec.Raw
+
+
+def device_bytes(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> int:
+    """Bytes of the distinct block devices under existing paths, a partition counting as its whole disk.
+
+    A logical volume or a software RAID counts with its own size. Where there is no block device (tmpfs, overlay,
+    btrfs, network), the file system's size counts, once per file system.
+
+    Raises:
+        StorageError: a path cannot be looked at.
+    """
+    sizes: dict[str, int] = {}
+    for path in paths:
+        try:
+            device = os.stat(path).st_dev
+            name, nbytes = _whole_disk(f"{sys_block}/{os.major(device)}:{os.minor(device)}")
+            if not nbytes:
+                disk = os.statvfs(path)
+                name, nbytes = str(device), disk.f_blocks * disk.f_frsize
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror or error}") from error
+        sizes[name] = nbytes
+    return sum(sizes.values())
+
+
+def _whole_disk(link: str) -> tuple[str, int]:
+    """Directory in sysfs of a device's disk, and the disk's bytes; 0 when it is no block device."""
+    folder = os.path.realpath(link)
+    if os.path.exists(f"{folder}/partition"):
+        folder = os.path.dirname(folder)
+    try:
+        with open(f"{folder}/size", encoding="ascii") as file:
+            return folder, int(file.read()) * _SECTOR_BYTES
+    except (OSError, ValueError):
+        return folder, 0
+
+
+def _name(engine_index: int) -> str:
+    return f"endurance-e{engine_index}.json"
+
+
+def read_state(path: str, engine_index: int) -> bytes | None:
+    """The state that `write_state` kept last under an SSD path, as JSON; None when there is none.
+
+    Raises:
+        StorageError: damaged, not ours, or unreadable.
+    """
+    name = _name(engine_index)
+    try:
+        with open_path(path, (TOP_NAME,)) as fd:
+            data = read_small(fd, name)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"{path}/{TOP_NAME}/{name}: {error.strerror or error}") from error
+    if data is None:
+        return None
+    try:
+        file = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        file = None
+    if file is None or file.endurance != VERSION or zlib.crc32(file.state) != file.crc:
+        raise StorageError(f"{path}/{TOP_NAME}/{name}: damaged, or not ours")
+    return bytes(file.state)
+
+
+def write_state(path: str, engine_index: int, state: bytes) -> None:
+    """Replace the state, which is JSON: whole or not at all, on disk when this returns.
+
+    Raises:
+        StorageError: not written; the old state is still there.
+    """
+    name = _name(engine_index)
+    text = msgspec.json.encode(_File(VERSION, zlib.crc32(state), msgspec.Raw(state))).decode("ascii")
+    try:
+        with open_path(path, (TOP_NAME,), create=True) as fd:
+            write_durably(fd, name, text + "\n")
+    except OSError as error:
+        raise StorageError(f"{path}/{TOP_NAME}/{name}: {error.strerror or error}") from error
