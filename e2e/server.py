@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import os
@@ -182,8 +183,8 @@ class Server:
                 text: str = reply.read().decode()
                 return text
         except urllib.error.HTTPError as error:
-            raise ServerDied(f"{path}: HTTP {error.code}: {error.read().decode()[:1000]}") from None
-        except OSError as error:
+            raise ServerDied(f"{path}: HTTP {error.code}: {_rest_of(error)}") from None
+        except (OSError, http.client.HTTPException) as error:  # The latter when it dies in the middle of its answer.
             raise ServerDied(f"{path}: {error}\n{self.log_tail()}") from None
 
     def log_tail(self, lines: int = _LOG_LINES_SHOWN) -> str:
@@ -260,6 +261,13 @@ class Server:
         if self._stub is not None:
             self._stub.cleanup()
             self._stub = None
+
+
+def _rest_of(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read().decode()[:1000]
+    except (OSError, http.client.HTTPException) as broken:
+        return str(broken)
 
 
 def _own_cpus() -> str:

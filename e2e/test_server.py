@@ -68,6 +68,15 @@ def test_shared_memory_and_semaphores_of_a_killed_server_are_removed_and_no_othe
     assert Path("/dev/shm", f"sem.{own._semlock.name[1:]}").exists()
 
 
+@pytest.mark.parametrize("path", ["/", "/error"])
+def test_an_answer_that_breaks_off_is_a_dead_server(tmp_path, path):
+    with (
+        Server("model", log=tmp_path / "s.log", launcher=("-c", SHARED)) as server,
+        pytest.raises(ServerDied, match="IncompleteRead"),
+    ):
+        server.request(path)
+
+
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
