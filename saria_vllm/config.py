@@ -179,6 +179,11 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not os.access(existing, os.W_OK | os.X_OK):
                 raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             stat = os.statvfs(existing)
+            if not stat.f_blocks:
+                raise ConfigError(
+                    f"ssd_paths: {path!r}: {existing!r} is on a file system without space of its own; "
+                    f"accepted: {accepted}, on a disk"
+                )
             device = os.stat(existing).st_dev
             disks[device] = stat.f_blocks * stat.f_frsize, disks.get(device, (0, 0))[1] + 1
         most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=0)
