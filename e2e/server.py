@@ -215,11 +215,11 @@ class Server:
             VLLM_NO_USAGE_STATS="1",
             HF_HUB_OFFLINE="1",
         )
+        env.update(self.extra_env)
         if stub_needed():
             self._stub = self._stub or tempfile.TemporaryDirectory(prefix="saria-stub-")
             write_stub(Path(self._stub.name))
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [self._stub.name, env.get("PYTHONPATH")]))
-        env.update(self.extra_env)
         return env
 
     def _wait_ready(self) -> None:
