@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import os
@@ -75,7 +76,8 @@ class Server:
         self.port = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._stub: tempfile.TemporaryDirectory[str] | None = None
-        self._shm: set[Path] = set()
+        self._shm: set[tuple[str, int]] = set()
+        """(device, inode) of the shared memory files that its processes have mapped."""
 
     @property
     def url(self) -> str:
@@ -181,8 +183,8 @@ class Server:
                 text: str = reply.read().decode()
                 return text
         except urllib.error.HTTPError as error:
-            raise ServerDied(f"{path}: HTTP {error.code}: {error.read().decode()[:1000]}") from None
-        except OSError as error:
+            raise ServerDied(f"{path}: HTTP {error.code}: {_rest_of(error)}") from None
+        except (OSError, http.client.HTTPException) as error:  # The latter when it dies in the middle of its answer.
             raise ServerDied(f"{path}: {error}\n{self.log_tail()}") from None
 
     def log_tail(self, lines: int = _LOG_LINES_SHOWN) -> str:
@@ -213,11 +215,11 @@ class Server:
             VLLM_NO_USAGE_STATS="1",
             HF_HUB_OFFLINE="1",
         )
+        env.update(self.extra_env)
         if stub_needed():
             self._stub = self._stub or tempfile.TemporaryDirectory(prefix="saria-stub-")
             write_stub(Path(self._stub.name))
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [self._stub.name, env.get("PYTHONPATH")]))
-        env.update(self.extra_env)
         return env
 
     def _wait_ready(self) -> None:
@@ -235,21 +237,37 @@ class Server:
         raise ServerDied(f"the server was not ready after {self.ready_s:.0f} s\n{self.log_tail()}")
 
     def _note_shm(self, group: int) -> None:
-        """Remember the shared memory files of the group: a killed server cannot remove its own."""
+        """Remember the shared memory of the group: a killed server cannot remove its own.
+
+        By inode: a semaphore is mapped under a name that is gone, for it is made first and then linked to its own.
+        """
         for pid in _group(group):
             try:
                 maps = Path(f"/proc/{pid}/maps").read_text()
             except OSError:
                 continue
-            self._shm.update(SHM / name for name in re.findall(r"/dev/shm/(psm_\w+)$", maps, re.MULTILINE))
+            mapped = re.findall(rf"^\S+ \S+ \S+ (\w+:\w+) (\d+) +{SHM}/(?:psm_|sem\.)", maps, re.MULTILINE)
+            self._shm.update((device, int(inode)) for device, inode in mapped)
 
     def _sweep(self) -> None:
-        for path in self._shm:
-            path.unlink(missing_ok=True)
+        for path in [*SHM.glob("psm_*"), *SHM.glob("sem.mp-*")] if self._shm else []:
+            try:
+                stat = path.stat()
+                if (f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}", stat.st_ino) in self._shm:
+                    path.unlink()
+            except FileNotFoundError:
+                pass
         self._shm.clear()
         if self._stub is not None:
             self._stub.cleanup()
             self._stub = None
+
+
+def _rest_of(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read().decode()[:1000]
+    except (OSError, http.client.HTTPException) as broken:
+        return str(broken)
 
 
 def _own_cpus() -> str:

@@ -78,7 +78,7 @@ def write_until_killed(server: Server, seed: int, seconds: float) -> tuple[float
         while not stop.is_set():
             try:
                 server.complete(make_prompt(number, 8 * CHUNK_TOKENS), 1)
-            except (ServerDied, ConnectionError):
+            except ServerDied:
                 return
             number += 1
 

@@ -1,5 +1,6 @@
 """The test server itself: a server that dies says why, and nothing of it is left."""
 
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,16 @@ SLEEP = "import time; time.sleep(99)"
 SILENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); {SLEEP}"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SILENT}"
 SHARED = (
-    "from multiprocessing import shared_memory, resource_tracker; import http.server, sys\n"
-    "memory = shared_memory.SharedMemory(create=True, size=4096); print(memory.name, flush=True)\n"
+    "import multiprocessing; from multiprocessing import shared_memory, resource_tracker; import http.server, sys\n"
+    "memory = shared_memory.SharedMemory(create=True, size=4096)\n"
     "resource_tracker.unregister(memory._name, 'shared_memory')\n"
+    "lock = multiprocessing.get_context('spawn').Lock()\n"
+    "print(memory.name, 'sem.' + lock._semlock.name[1:], flush=True)\n"
     "class Ok(http.server.BaseHTTPRequestHandler):\n"
-    "    def do_GET(self): self.send_response(200); self.end_headers()\n"
+    "    def do_GET(self):\n"
+    "        self.send_response(500 if self.path == '/error' else 200)\n"
+    "        self.send_header('Content-Length', '0' if self.path == '/health' else '100')\n"
+    "        self.end_headers()\n"
     "port = int(sys.argv[sys.argv.index('--port') + 1])\n"
     "http.server.HTTPServer(('127.0.0.1', port), Ok).serve_forever()\n"
 )
@@ -52,12 +58,23 @@ def test_a_server_that_never_answers_is_ended_with_its_children(tmp_path, monkey
     assert not any(running(pid) for pid in seen[0])
 
 
-def test_shared_memory_of_a_killed_server_is_removed(tmp_path):
+def test_shared_memory_and_semaphores_of_a_killed_server_are_removed_and_no_others(tmp_path):
+    own = multiprocessing.get_context("spawn").Lock()
     with Server("model", log=tmp_path / "s.log", launcher=("-c", SHARED)) as server:
-        segment = Path("/dev/shm", (tmp_path / "s.log").read_text().split()[0])
-        assert segment.exists()
+        files = [Path("/dev/shm", name) for name in (tmp_path / "s.log").read_text().split()[:2]]
+        assert all(path.exists() for path in files)
         server.kill()
-        assert not segment.exists()
+        assert not any(path.exists() for path in files)
+    assert Path("/dev/shm", f"sem.{own._semlock.name[1:]}").exists()
+
+
+@pytest.mark.parametrize("path", ["/", "/error"])
+def test_an_answer_that_breaks_off_is_a_dead_server(tmp_path, path):
+    with (
+        Server("model", log=tmp_path / "s.log", launcher=("-c", SHARED)) as server,
+        pytest.raises(ServerDied, match="IncompleteRead"),
+    ):
+        server.request(path)
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path):

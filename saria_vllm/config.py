@@ -217,6 +217,11 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not os.access(existing, os.W_OK | os.X_OK):
                 raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             stat = os.statvfs(existing)
+            if not stat.f_blocks:
+                raise ConfigError(
+                    f"ssd_paths: {path!r}: {existing!r} is on a file system without space of its own; "
+                    f"accepted: {accepted}, on a disk"
+                )
             device, inode = os.stat(existing).st_dev, os.stat(existing).st_ino
             other = places.setdefault((device, inode, os.path.relpath(path, existing)), path)
             if other != path:

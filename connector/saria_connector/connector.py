@@ -48,6 +48,8 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._faults: set[tuple[str, str]] = set()
+        """Kinds of faults of ours that were logged: (call, exception type)."""
         try:
             config = SariaConfig.from_extra(self._kv_transfer_config.kv_connector_extra_config)
             config.check_machine()
@@ -71,11 +73,22 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("SARIA: prefix caching is off in HBM; every reuse will come from DRAM or SSD.")
 
     def _guard(self, default: T, call: Callable[..., T], *args: Any) -> T:
-        """The one place where any exception of ours is caught: the tier goes off, the engine lives."""
+        """The one place where any exception of ours is caught; the engine gets `default`.
+
+        The scheduler half goes off: it offers and stores nothing more. The worker half stays on, for what was asked of
+        it must end. Every fault is counted; the first of its kind (call, exception type) is logged with its traceback.
+        """
         try:
             return call(*args)
-        except Exception:
-            logger.exception("SARIA: internal error; what it concerns is recomputed")
+        except Exception as error:
+            name = getattr(call, "__qualname__", repr(call))
+            kind = name, type(error).__name__
+            if kind not in self._faults:
+                self._faults.add(kind)
+                logger.exception(
+                    "SARIA: internal error in %s; what it concerns is recomputed. More of this kind are only counted",
+                    name,
+                )
             side = self._scheduler or self._worker
             assert side is not None
             side.turn_off()

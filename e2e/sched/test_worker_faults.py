@@ -1,5 +1,7 @@
 """Faults of ours in the worker half: what was promised ends, once, and the engine's thread sees no exception."""
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,7 @@ class Executor:
 def connector_with(fails_at):
     connector = object.__new__(SariaConnector)
     connector._scheduler, connector._worker = None, object.__new__(WorkerSide)
+    connector._faults = set()
     connector._worker._executor = Executor(fails_at)
     connector._worker._results, connector._worker.counts = [], {}
     slot, extent = Slot(0, 0), Extent(0, 0, 0)
@@ -86,3 +89,16 @@ def test_whatever_was_not_handed_on_ends_as_failed(fails_at, refused, failed):
     assert (stats is None) == (fails_at == "nowhere")
     if stats is not None:
         assert stats.data["internal_errors"] == 1
+
+
+def test_the_first_fault_of_a_kind_is_logged_and_the_others_are_counted(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM's own handlers would keep it from caplog.
+    connector = connector_with("poll")
+    monkeypatch.setattr(connector._worker, "worker_metadata", lambda: 1 / 0)
+    for _ in range(3):
+        connector.get_transfer_results(set())
+        connector.build_connector_worker_meta()
+    records = [record for record in caplog.records if "internal error" in record.getMessage()]
+    assert [record.exc_info[0] for record in records] == [RuntimeError, ZeroDivisionError]
+    assert "WorkerSide.transfer_results" in records[0].getMessage()
+    assert connector.get_kv_connector_stats().data["internal_errors"] == 6
