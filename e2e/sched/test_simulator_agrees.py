@@ -75,6 +75,7 @@ def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, poli
         # Writing everything again and again to a full SSD, what is lost depends on when a write ends.
         ssd_capacity="64MiB" if policy == "full_duplicate" else "8MiB",
         admission=policy,
+        endurance="off",
     )
     engine.serve("opens the SSD tier", prompt(8))
     simulator = simulator_like(engine, AdmissionConfig(policy=policy))  # type: ignore[arg-type]
