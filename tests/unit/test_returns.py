@@ -1,0 +1,175 @@
+"""Predicting returns: what is learned from whom, what is remembered, and what admission makes of it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy import returns as returns_module
+from saria_vllm.policy.admission import REASONS, THRESHOLD_LOWEST, Return, make_admission
+from saria_vllm.policy.endurance import Governor
+from saria_vllm.policy.index import Prefix
+from saria_vllm.policy.returns import FEATURES, NO_RETURN_S, LogisticModel, Returns
+from tier_steps import blocks, end, evict_all, make_tiers
+
+HOUR = 3600.0
+
+
+def probability(returns: Returns, visit: int, now: float) -> float:
+    """As if chunks of the visit were evicted."""
+    return float(returns.model.probability(returns._features(visit, False, False, now)))
+
+
+def test_the_prior_says_soon_yes_and_late_no() -> None:
+    returns = Returns(64)
+    visit = returns.visit(chunks=500, known=0, last_visit=0, returned={}, now=0.0)
+    ages = [10.0, 60.0, 600.0, HOUR, 24 * HOUR]
+    predicted = [probability(returns, visit, age) for age in ages]
+    assert predicted == sorted(predicted, reverse=True)
+    assert predicted[0] > 0.9
+    assert predicted[-1] < 0.1
+
+
+def test_the_model_learns_a_rule_from_few_examples() -> None:
+    rng = random.Random(1)
+    model = LogisticModel()
+    for _ in range(300):
+        features = np.zeros(FEATURES)
+        features[0], features[7] = 1, rng.random() < 0.5
+        model.learn(features, bool(features[7]), 16_384)
+    one, other = np.zeros(FEATURES), np.zeros(FEATURES)
+    one[0] = other[0] = one[7] = 1
+    assert model.probability(one) > 0.75
+    assert model.probability(other) < 0.25
+
+
+def test_prompts_of_a_length_that_never_return_are_told_from_others() -> None:
+    """Sub-agents ask once, with a short prompt; sessions come back every ten minutes with a long one."""
+    returns = Returns(64)
+    now, session, pending = 0.0, 0, {}
+    for turn in range(60):
+        now += 600.0
+        session = returns.visit(1000, 1000 if turn else 0, session, pending, now)
+        once = returns.visit(40, 0, 0, {}, now)
+        _, burst = returns.evicted(session, False, turn > 0, 900, now + 300)
+        returns.evicted(once, False, False, 40, now + 300)
+        pending = {burst: 900}
+    assert probability(returns, session, now + 300) > 0.9
+    assert probability(returns, once, now + 300) < 0.5, "the prior said 0.7"
+
+
+def test_a_late_return_takes_back_what_was_learned_from_silence() -> None:
+    def learned(come_back: bool) -> float:
+        returns, now, visit = Returns(64), 0.0, 0
+        for _ in range(30):
+            visit = returns.visit(500, 0, 0, {}, now)
+            _, burst = returns.evicted(visit, False, False, 500, now + 60)
+            now += 2 * NO_RETURN_S
+            returns.visit(3, 0, 0, {}, now)
+            if come_back:
+                returns.visit(500, 500, visit, {burst: 500}, now + 1)
+        return probability(returns, visit, returns._visits[visit].time + 60)
+
+    fresh = Returns(64)
+    prior = probability(fresh, fresh.visit(500, 0, 0, {}, 0.0), 60.0)
+    assert learned(come_back=False) < prior - 0.2
+    assert learned(come_back=True) > prior - 0.01
+
+
+def test_a_request_that_takes_another_path_leaves_the_branch_behind_the_fork() -> None:
+    returns = Returns(64)
+    first = returns.visit(100, 0, 0, {}, 0.0)
+    assert returns.left_at(first) == -1
+    returns.visit(120, 60, first, {}, 10.0)
+    assert returns.left_at(first) == 60
+    returns.visit(80, 70, first, {}, 20.0)
+    assert returns.left_at(first) == 60, "a fork behind the first changes nothing"
+    returns.visit(90, 30, first, {}, 30.0)
+    assert returns.left_at(first) == 30
+    second = returns.visit(50, 0, 0, {}, 40.0)
+    returns.visit(70, 50, second, {}, 50.0)
+    assert returns.left_at(second) == -1, "one that goes on leaves nothing"
+    assert returns.left_at(12345) == -2
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(returns_module, "VISITS_MAX", 10)
+    monkeypatch.setattr(returns_module, "BURSTS_MAX", 5)
+    returns = Returns(64)
+    for number in range(100):
+        visit = returns.visit(50, 0, 0, {number: 3}, float(number))
+        returns.evicted(visit, False, False, 50, float(number))
+    assert len(returns._visits) == 10
+    assert len(returns._bursts) == 5
+    assert len(returns._unanswered) <= 5
+    assert returns.left_at(1) == -2
+
+
+# The policy.
+
+
+def turn(tiers: object, keys: list[bytes], now: float) -> None:
+    """A request computes and stores its chunks."""
+    from saria_vllm.policy.tiers import Tiers
+
+    assert isinstance(tiers, Tiers)
+    prefix = Prefix(keys)
+    tiers.arrived(prefix, 0, now)
+    job, _ = tiers.plan_store(prefix, 0, len(keys), blocks(0, len(keys)), now)
+    if job is not None:
+        end(tiers, job)
+
+
+def reasons(tiers: object) -> dict[str, int]:
+    counts = tiers.chunks.counts  # type: ignore[attr-defined]
+    return {r.name: counts[f"admission:{r.name}"] for r in REASONS if f"admission:{r.name}" in counts}
+
+
+def test_what_was_just_used_is_written_and_what_is_long_idle_is_not() -> None:
+    tiers = make_tiers(admission=AdmissionConfig())
+    turn(tiers, [b"a", b"b"], 0.0)
+    assert len(evict_all(tiers, now=30.0)) == 2
+    turn(tiers, [b"x", b"y"], 100.0)
+    assert evict_all(tiers, now=100.0 + 5 * HOUR) == []
+    assert reasons(tiers) == {"return_likely": 2, "return_unlikely": 2}
+
+
+def test_a_branch_that_was_left_is_refused_sooner_and_counted() -> None:
+    tiers = make_tiers(12, admission=AdmissionConfig())
+    turn(tiers, [b"a", b"b", b"c", b"d"], 0.0)
+    turn(tiers, [b"a", b"b", b"e", b"f"], 1.0)
+    evict_all(tiers, now=4 * HOUR)
+    assert reasons(tiers)["branch_left"] == 2, "c and d"
+
+
+def test_the_write_budget_moves_the_threshold() -> None:
+    def written(level: float) -> int:
+        tiers = make_tiers(admission=AdmissionConfig(threshold=1.0))
+        governor = tiers.evictor.governor = Governor(10**9, 10**10, now=0.0)
+        governor.spend(int(governor.room(0.0) * (1 - level)), 0.0)
+        turn(tiers, [b"a", b"b"], 0.0)
+        return len(evict_all(tiers, now=60.0))
+
+    assert written(level=1.0) == 2
+    assert written(level=0.01) == 0
+    assert 0 < THRESHOLD_LOWEST < 1
+
+
+def test_score_wants_reuse_that_outlives_dram() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(policy="score", threshold=0.01))
+    turn(tiers, [b"a", b"b"], 0.0)
+    index = tiers.chunks.index
+    index.reuses[index.find(0, [b"a"])] = 1
+    assert [job.key for job in evict_all(tiers, now=100.0)] == []
+    turn(tiers, [b"a", b"b"], 200.0)
+    index.touched[index.find(0, [b"a"])] = 1000.0
+    assert [job.key for job in evict_all(tiers, now=1001.0)] == [b"a"], "one reuse in 800 s, longer than DRAM keeps it"
+    assert reasons(tiers) == {"score_low": 3, "score_high": 1}
+
+
+def test_the_default_is_return() -> None:
+    admission = make_admission(AdmissionConfig(), 64)
+    assert isinstance(admission, Return)
