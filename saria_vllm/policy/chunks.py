@@ -7,6 +7,8 @@ SSD state is not NONE. A row that holds neither and has no lease is a ghost.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from saria_vllm.metrics import Counts
@@ -107,23 +109,31 @@ class Chunks:
             self.extents.forget(bad)
             self.clear_ssd(np.array([row], np.int32))
 
-    def adopt(self, chunk: FoundChunk) -> bool:
-        """Index a chunk found on SSD; False when it is there already or does not fit."""
-        index = self.index
+    def adopt(self, found: Iterable[FoundChunk]) -> int:
+        """Index chunks found on SSD; those that are there already or do not fit are passed over. Returns how many were
+        taken."""
+        index, taken = self.index, 0
         assert self.extents is not None
-        known = index.rows[chunk.group].get(chunk.key)
-        if known is not None and index.ssd[known] != NONE:
-            return False
-        row = int(index.add(chunk.group, [chunk.key], [chunk.parent])[0]) if known is None else known
-        one = np.array([row], np.int32)
-        if not self.extents.adopt(chunk.extent, chunk.group, row):
-            if known is None:
-                index.remove(one)
-            return False
-        self.ghosts.back(one)
-        index.ssd[row] = VALID
-        index.drive[row], index.segment[row], index.record[row] = chunk.extent
-        return True
+        by_group: list[dict[bytes, FoundChunk]] = [{} for _ in index.rows]
+        again = []
+        for chunk in found:
+            if chunk.group < len(by_group) and by_group[chunk.group].setdefault(chunk.key, chunk) is not chunk:
+                again.append(chunk)
+        for group, chunks in enumerate(by_group):
+            known = index.find_each(group, list(chunks))
+            new = [chunk for chunk, row in zip(chunks.values(), known.tolist(), strict=True) if row < 0]
+            added = index.add(group, [chunk.key for chunk in new], [chunk.parent for chunk in new])
+            rows = known.copy()
+            rows[known < 0] = added
+            places = np.array([chunk.extent for chunk in chunks.values()], np.int32).reshape(-1, 3)
+            wanted = (index.ssd[rows] == NONE).nonzero()[0]
+            fits = wanted[self.extents.adopt(places[wanted], group, rows[wanted])]
+            index.ssd[rows[fits]] = VALID
+            index.drive[rows[fits]], index.segment[rows[fits]], index.record[rows[fits]] = places[fits].T
+            self.ghosts.back(rows[fits])
+            index.remove(added[index.ssd[added] == NONE])
+            taken += len(fits)
+        return taken + (self.adopt(again) if again else 0)
 
     def clear(self, jobs: Jobs) -> None:
         """Forget everything; slots and segments that stale jobs use stay taken until these end."""

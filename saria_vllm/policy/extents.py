@@ -167,22 +167,28 @@ class ExtentAllocator:
         self._left_out.add(drive)
         self.pause(drive, math.inf)
 
-    def adopt(self, extent: Extent, group: int, row: int) -> bool:
-        """Take over a record found on SSD. False when it does not fit this configuration."""
-        if not 0 <= extent.drive < len(self._by_drive) or extent.drive in self._left_out:
-            return False
-        if not 0 <= extent.record < self._records[group]:
-            return False
-        segments = self._by_drive[extent.drive]
-        segment = segments.get(extent.segment)
-        if segment is None:
-            segment = segments[extent.segment] = Segment(extent.drive, extent.segment, group, self._records[group])
-            segment.used = self._records[group]
-        if segment.group != group or segment.rows[extent.record] != -1:
-            return False
-        segment.rows[extent.record] = row
-        self._next_segment = max(self._next_segment, extent.segment + 1)
-        return True
+    def adopt(self, extents: Ints, group: int, rows: Rows) -> Mask:
+        """Take over records found on SSD. Returns which of them fit this configuration, each place once."""
+        drive, segment, record = extents.T
+        fits: Mask = (drive >= 0) & (drive < self.drives) & (record >= 0) & (record < self._records[group])
+        fits &= ~np.isin(drive, list(self._left_out))
+        for drive_number, number in {(d, n) for d, n, _ in extents[fits].tolist()}:
+            segments = self._by_drive[drive_number]
+            found = segments.get(number)
+            if found is None:
+                found = segments[number] = Segment(drive_number, number, group, self._records[group])
+                found.used = self._records[group]
+                self._next_segment = max(self._next_segment, number + 1)
+            here = (fits & (drive == drive_number) & (segment == number)).nonzero()[0]
+            if found.group != group:
+                fits[here] = False
+                continue
+            _, first = np.unique(record[here], return_index=True)
+            first = first[found.rows[record[here[first]]] == -1]
+            fits[here] = False
+            fits[here[first]] = True
+            found.rows[record[here[first]]] = rows[here[first]]
+        return fits
 
     def end_adoption(self, next_segment: int, seen: Iterable[tuple[int, int]]) -> None:
         """After `adopt`: oldest first again, no id is given out twice, `seen` segments without a use are retired."""

@@ -297,9 +297,7 @@ class Tiers:
         """Use the SSD tier from now on, and index chunks that every rank found there; one stored meanwhile gains its
         SSD copy. No segment id below `next_segment` is given out; `seen` segments without a use are retired."""
         self.chunks.extents = extents
-        for chunk in found:
-            if chunk.group < len(self.shapes) and self.chunks.adopt(chunk):
-                count(self.chunks.counts, "recovered_chunks", 1)
+        count(self.chunks.counts, "recovered_chunks", self.chunks.adopt(found))
         extents.end_adoption(next_segment, seen)
 
     def reset(self) -> None:

@@ -22,6 +22,10 @@ def write(extents: ExtentAllocator, row: int, group: int = 0, now: float = 0.0) 
     return Extent(*taken[0].tolist()) if len(taken) else None, lost.tolist()
 
 
+def adopt(extents: ExtentAllocator, extent: Extent, group: int, row: int) -> bool:
+    return bool(extents.adopt(places(extent), group, np.array([row], np.int32))[0])
+
+
 def take(extents: ExtentAllocator, group: int, now: float) -> Extent | None:
     taken, _ = extents.take(group, 1, [9] * extents.drives, now)
     return Extent(*taken[0].tolist()) if len(taken) else None
@@ -124,9 +128,9 @@ def test_a_cap_of_no_segments_takes_nothing() -> None:
 
 def test_adopted_segments_are_read_not_filled_and_retired_by_age() -> None:
     extents = ExtentAllocator(2, 2, [3])
-    assert extents.adopt(Extent(0, 9, 1), 0, row=1)
-    assert extents.adopt(Extent(0, 4, 0), 0, row=2)
-    assert extents.adopt(Extent(0, 4, 2), 0, row=3)
+    assert adopt(extents, Extent(0, 9, 1), 0, row=1)
+    assert adopt(extents, Extent(0, 4, 0), 0, row=2)
+    assert adopt(extents, Extent(0, 4, 2), 0, row=3)
     extents.end_adoption(12, ())
     assert extents.segment(Extent(0, 4, 0)).rows.tolist() == [2, -1, 3]
     assert write(extents, 10)[0] == Extent(1, 12, 0)
@@ -139,7 +143,7 @@ def test_adopted_segments_are_read_not_filled_and_retired_by_age() -> None:
 def test_more_adopted_segments_than_the_cap_are_retired_down_to_it() -> None:
     extents = ExtentAllocator(1, 2, [1])
     for segment in range(5):
-        assert extents.adopt(Extent(0, segment, 0), 0, row=segment)
+        assert adopt(extents, Extent(0, segment, 0), 0, row=segment)
     extents.end_adoption(5, ())
     assert write(extents, 9)[1] == [0, 1, 2, 3]
     assert extents.segments() == 2
@@ -149,19 +153,19 @@ def test_more_adopted_segments_than_the_cap_are_retired_down_to_it() -> None:
     "extent", [Extent(2, 0, 0), Extent(-1, 0, 0), Extent(0, 0, 3), Extent(0, 0, -1)], ids=lambda extent: str(extent)
 )
 def test_a_record_of_another_configuration_is_not_adopted(extent: Extent) -> None:
-    assert not ExtentAllocator(2, 4, [3]).adopt(extent, 0, row=1)
+    assert not adopt(ExtentAllocator(2, 4, [3]), extent, 0, row=1)
 
 
 def test_a_record_or_segment_is_adopted_for_one_chunk_and_group() -> None:
     extents = ExtentAllocator(1, 4, [3, 3])
-    assert extents.adopt(Extent(0, 0, 0), 0, row=1)
-    assert not extents.adopt(Extent(0, 0, 0), 0, row=2)
-    assert not extents.adopt(Extent(0, 0, 1), 1, row=2)
+    assert adopt(extents, Extent(0, 0, 0), 0, row=1)
+    assert not adopt(extents, Extent(0, 0, 0), 0, row=2)
+    assert not adopt(extents, Extent(0, 0, 1), 1, row=2)
 
 
 def test_new_ids_are_above_every_adopted_one() -> None:
     extents = ExtentAllocator(1, 9, [1])
-    extents.adopt(Extent(0, 30, 0), 0, row=1)
+    adopt(extents, Extent(0, 30, 0), 0, row=1)
     extents.end_adoption(7, ())
     assert write(extents, 2)[0] == Extent(0, 31, 0)
 
@@ -169,7 +173,7 @@ def test_new_ids_are_above_every_adopted_one() -> None:
 def test_found_segments_without_a_use_are_retired() -> None:
     """Such as one whose chunks are on one rank only: nobody else would ever delete its file."""
     extents = ExtentAllocator(2, 4, [3])
-    assert extents.adopt(Extent(0, 4, 0), 0, row=1)
+    assert adopt(extents, Extent(0, 4, 0), 0, row=1)
     extents.end_adoption(9, [(1, 5), (0, 4), (0, 8), (0, 8)])
     assert extents.retired == [(0, 8), (1, 5)]
     assert extents.segments() == 1
@@ -209,6 +213,6 @@ def test_a_drive_left_out_gets_nothing_and_loses_nothing() -> None:
     extents = ExtentAllocator(2, 4, [2])
     extents.leave_out(1)
     assert {take(extents, 0, 1e9).drive for _ in range(6)} == {0}  # type: ignore[union-attr]
-    assert not extents.adopt(Extent(1, 50, 0), 0, 7)
+    assert not adopt(extents, Extent(1, 50, 0), 0, 7)
     extents.end_adoption(60, [(1, 50), (0, 51)])
     assert extents.retired == [(0, 51)], "what other ranks have on the drive stays"
