@@ -103,7 +103,7 @@ def planning(chunks: int, rounds: int) -> None:
             matched.append(time.perf_counter() - began)
             assert end == hit
             began = time.perf_counter()
-            tiers.arrived(prefix, now())
+            tiers.arrived(prefix, hit, now())
             tiers.tier_tokens(prefix, 0, hit)
             job = tiers.plan_load("request", prefix, 0, hit, blocks(hit), now())
             planned.append(time.perf_counter() - began)
