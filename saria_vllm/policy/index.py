@@ -226,6 +226,7 @@ class ChunkIndex:
                 assert held == (self.ghost[row] == 0)
                 assert (self.slab[row] >= 0) == (self.dram[row] != NONE)
                 assert (self.segment[row] >= 0) == (self.ssd[row] != NONE)
+                assert not self.promoted[row] or self.dram[row] != NONE
                 if self.chained[row]:
                     assert self.key[row - 1] == self.parent[row] and self.group[row - 1] == group
                 if self.evicting[row]:
