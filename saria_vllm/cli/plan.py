@@ -18,7 +18,14 @@ from typing import Any, get_args
 import msgspec
 
 from saria_vllm.cli.plan_report import cells, write_html
-from saria_vllm.cli.simulate import aligned, parse_admission, parse_seconds, require_matplotlib
+from saria_vllm.cli.simulate import (
+    aligned,
+    check_ssd_ingress_ratio,
+    parse_admission,
+    parse_promotion,
+    parse_seconds,
+    require_matplotlib,
+)
 from saria_vllm.config import AdmissionConfig, AdmissionPolicy, parse_bytes
 from saria_vllm.errors import ConfigError
 from saria_vllm.sim.arrivals import starts
@@ -68,7 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(get_args(AdmissionPolicy))}, default; may be given several times "
         f"(default {', '.join(ADMISSIONS)})")  # fmt: skip
     add("--chunk-tokens", type=int, default=64)
-    add("--promotion", type=float, default=1.0, help="share of a hit that belongs in DRAM, 0 to 1")
+    add("--promotion", default="1.0", metavar="auto|R", help="share of a hit that belongs in DRAM afterwards, 0 to 1; "
+        "auto: what the rates of ingress and drives say, less under pressure (default 1.0)")  # fmt: skip
+    add("--ssd-ingress-ratio", type=float, metavar="R", help="for --promotion auto: bandwidth of the drives over that "
+        "of the ingress (default: of the hardware with as many drives)")  # fmt: skip
     add("--ssd-eviction", choices=["lru", "segment"], default="segment", help="segment is what serves (default)")
     add("--life-years", type=float, default=5.0, help="drives must live this long (default %(default)g)")
     add("--html", metavar="FILE", help="a report with plots, in one file")
@@ -79,14 +89,17 @@ def run(arguments: argparse.Namespace) -> int:
     machine, served_model = _profiles(arguments)
     grid = _grid(arguments, machine, served_model)
     window_s = parse_seconds(arguments.starts)
+    promotion = parse_promotion(arguments.promotion)
+    check_ssd_ingress_ratio(arguments.ssd_ingress_ratio)
     if arguments.html:
         require_matplotlib("--html")
     trace = _trace(arguments)
     start_s = starts(len(trace.sessions), window_s, arguments.start_seed)
-    base = SimConfig(
-        arguments.chunk_tokens, 0, 0, promotion=arguments.promotion, ssd_eviction=arguments.ssd_eviction
-    )
-    planner = Planner(trace, start_s, machine, served_model, base, lambda line: print(line, file=sys.stderr))
+    base = SimConfig(arguments.chunk_tokens, 0, 0, promotion=promotion, ssd_eviction=arguments.ssd_eviction)
+    planner = Planner(
+        trace, start_s, machine, served_model, base, lambda line: print(line, file=sys.stderr),
+        arguments.ssd_ingress_ratio,
+    )  # fmt: skip
     rows = planner.sweep(grid)
     chosen, rule = recommend(rows, arguments.life_years)
     config = kv_transfer_config(chosen, grid.admissions.get(chosen.admission, AdmissionConfig()))
@@ -126,8 +139,6 @@ def _profiles(arguments: argparse.Namespace) -> tuple[Hardware, Model]:
 def _grid(arguments: argparse.Namespace, machine: Hardware, served_model: Model) -> Grid:
     if arguments.chunk_tokens < 1:
         raise ConfigError(f"--chunk-tokens {arguments.chunk_tokens}: expected a number of at least 1")
-    if not 0 <= arguments.promotion <= 1:
-        raise ConfigError(f"--promotion {arguments.promotion}: expected a share from 0 to 1")
     if not arguments.life_years >= 0:
         raise ConfigError(f"--life-years {arguments.life_years:g}: expected a number of at least 0")
     for key in ("sessions", "start_seed"):
@@ -222,4 +233,3 @@ def _text(report: dict[str, Any]) -> str:
             "vllm serve MODEL --kv-transfer-config '" + pasted + "'",
         ]
     )
-

@@ -17,12 +17,13 @@ import msgspec
 
 from saria_vllm.config import AdmissionConfig, AdmissionPolicy, SariaConfig
 from saria_vllm.errors import ConfigError
+from saria_vllm.policy.promotion import PromotionMode
 from saria_vllm.sim.arrivals import arrivals_with_ids, starts
 from saria_vllm.sim.formats import Trace, read_trace
 from saria_vllm.sim.oracle import Oracle
 from saria_vllm.sim.profiles import HARDWARE, MODELS, hardware, model
-from saria_vllm.sim.simulator import Arrival, SimConfig, SimRequest, Simulator
-from saria_vllm.sim.timing import time_requests, wear
+from saria_vllm.sim.simulator import SSD_INGRESS_RATIO, Arrival, SimConfig, SimRequest, Simulator
+from saria_vllm.sim.timing import Rates, time_requests, wear
 
 GHOSTS_UNBOUNDED = 1 << 40
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -46,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P[:KEY=VALUE,...]",
         help=f"one of {', '.join(get_args(AdmissionPolicy))}, oracle; may be given several times",
     )
-    parser.add_argument("--promotion", type=float, default=1.0, help="share of a hit that belongs in DRAM, 0 to 1")
+    parser.add_argument("--promotion", default="1.0", metavar="auto|R",
+        help="share of a hit that belongs in DRAM afterwards, 0 to 1; auto: what the rates say, less under pressure "
+        "(default 1.0)")  # fmt: skip
+    parser.add_argument("--ssd-ingress-ratio", type=float, metavar="R",
+        help="for --promotion auto: bandwidth of the drives over that of the ingress (default: of --hardware and "
+        f"--model, else {SSD_INGRESS_RATIO})")  # fmt: skip
     parser.add_argument("--ssd-eviction", choices=["lru", "segment"], default="lru", help="segment is what serves")
     parser.add_argument("--hardware", help=f"one of {', '.join(HARDWARE)}")
     parser.add_argument("--model", help=f"one of {', '.join(MODELS)}")
@@ -91,8 +97,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--ssd-tokens {arguments.ssd_tokens}: expected 0 or at least a chunk of {arguments.chunk_tokens}"
         )
-    if not 0 <= arguments.promotion <= 1:
-        raise ConfigError(f"--promotion {arguments.promotion}: expected a share from 0 to 1")
+    parse_promotion(arguments.promotion)
+    check_ssd_ingress_ratio(arguments.ssd_ingress_ratio)
     if (arguments.hardware is None) != (arguments.model is None):
         raise ConfigError("--hardware and --model: expected both or neither")
     if arguments.hardware:
@@ -112,6 +118,16 @@ def parse_seconds(text: str) -> float:
     if match is None:
         raise ConfigError(f"--starts {text}: expected a number with a unit ({', '.join(_UNITS)}), such as 4h")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def parse_promotion(text: str) -> PromotionMode:
+    """The mode of "auto" or of a share."""
+    if text == "auto":
+        return "auto"
+    share = _number(text)
+    if isinstance(share, str) or not 0 <= share <= 1:
+        raise ConfigError(f"--promotion {text}: expected auto or a share from 0 to 1")
+    return float(share)
 
 
 def parse_admission(text: str, ghosts_max: int = GHOSTS_UNBOUNDED) -> AdmissionConfig:
@@ -152,8 +168,8 @@ def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, An
 
     admission = parse_admission("saria" if name == "oracle" else name)
     config = SimConfig(
-        arguments.chunk_tokens, arguments.dram_tokens, arguments.ssd_tokens, admission, arguments.promotion,
-        arguments.ssd_eviction,
+        arguments.chunk_tokens, arguments.dram_tokens, arguments.ssd_tokens, admission,
+        parse_promotion(arguments.promotion), arguments.ssd_eviction, _ssd_ingress_ratio(arguments),
     )  # fmt: skip
     simulator = Simulator(config, Oracle(stream()) if name == "oracle" else None)
     total = sum(len(session.requests) for session in trace.sessions)
@@ -162,6 +178,19 @@ def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, An
     if arguments.hardware:
         row.update(_time(arguments, served, row["ssd_write_tokens"]))
     return row
+
+
+def check_ssd_ingress_ratio(ratio: float | None) -> None:
+    if ratio is not None and not ratio > 0:
+        raise ConfigError(f"--ssd-ingress-ratio {ratio:g}: expected a number above 0")
+
+
+def _ssd_ingress_ratio(arguments: argparse.Namespace) -> float:
+    if arguments.ssd_ingress_ratio is not None:
+        return float(arguments.ssd_ingress_ratio)
+    if arguments.hardware:
+        return Rates.of(hardware(arguments.hardware), model(arguments.model)).ssd_ingress_ratio
+    return SSD_INGRESS_RATIO
 
 
 def _time(arguments: argparse.Namespace, served: list[SimRequest], written_tokens: int) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class Chunks:
                 self.slots.give_back(group, slots[groups == group])
         index.dram[rows] = NONE
         index.slab[rows] = index.cell[rows] = -1
+        index.promoted[rows] = 0
 
     def clear_ssd(self, rows: Rows) -> None:
         """Their records are gone or were never written."""

@@ -12,6 +12,7 @@ from saria_vllm.policy.chunks import Chunks
 from saria_vllm.policy.endurance import Governor
 from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Rows
 from saria_vllm.policy.jobs import Job, Jobs
+from saria_vllm.policy.promotion import Promotion
 from saria_vllm.types import Extent, GroupShape, Ints, PersistJob, Slot
 
 
@@ -27,9 +28,10 @@ class Evictor:
         headroom: Sequence[int],
         persist_bytes_max: int,
         ranks: int,
+        promotion: Promotion,
     ) -> None:
         self._shapes, self._chunks, self._jobs, self._admission = shapes, chunks, jobs, admission
-        self._headroom, self._ranks = list(headroom), ranks
+        self._headroom, self._ranks, self._promotion = list(headroom), ranks, promotion
         self.governor: Governor | None = None
         """Bounds what is written per day; none: no bound."""
         self._persist_bytes_max = persist_bytes_max
@@ -117,6 +119,7 @@ class Evictor:
                 stop = 1
         rows, admitted, reasons = rows[:stop], admitted[:stop], reasons[: int(new[:stop].sum())]
         index.evictions[rows] = np.minimum(index.evictions[rows], 0xFE) + 1
+        self._promotion.evicted(int(index.promoted[rows].sum()), now)
         self._count_reasons(reasons)
         count(chunks.counts, "dropped_chunks", len(reasons) - int(admitted.sum()), "not_admitted")
         persists = self._persist(group, rows[admitted], now)

@@ -34,7 +34,7 @@ _COLUMNS: dict[str, tuple[type[np.number], int]] = {
     "record": (np.int32, -1), "leases": (np.int16, 0), "evictions": (np.uint8, 0), "reuses": (np.uint16, 0),
     "epoch": (np.int32, 0), "depth": (np.int32, 0), "ghost": (np.int32, 0), "uses": (np.int32, 0),
     "chained": (np.uint8, 0), "touched": (np.float32, 0), "entered": (np.float32, 0), "visit": (np.int32, 0),
-    "burst": (np.int32, 0),
+    "burst": (np.int32, 0), "promoted": (np.uint8, 0),
 }  # fmt: skip
 
 
@@ -87,6 +87,8 @@ class ChunkIndex:
     """The request that touched it last, and"""
     burst: Column
     """the eviction that it was last part of: numbers of `Returns`, 0 for none."""
+    promoted: Column
+    """1 while it is in DRAM by a promotion and was not used since."""
     depth: Column
     """Position in the prefix, in chunks."""
     ghost: Column
@@ -224,6 +226,7 @@ class ChunkIndex:
                 assert held == (self.ghost[row] == 0)
                 assert (self.slab[row] >= 0) == (self.dram[row] != NONE)
                 assert (self.segment[row] >= 0) == (self.ssd[row] != NONE)
+                assert not self.promoted[row] or self.dram[row] != NONE
                 if self.chained[row]:
                     assert self.key[row - 1] == self.parent[row] and self.group[row - 1] == group
                 if self.evicting[row]:

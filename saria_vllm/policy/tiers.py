@@ -19,6 +19,7 @@ from saria_vllm.policy.eviction import Evictor
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Prefix
 from saria_vllm.policy.jobs import Job, Jobs
+from saria_vllm.policy.promotion import Promotion, chunks_to_promote
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.types import (
     NULL_BLOCK,
@@ -50,6 +51,7 @@ class Tiers:
         headroom: free slots to keep, by group, so that a store never waits for a disk.
         persist_bytes_max: bound of DRAM bytes being written to SSD, on one rank.
         ranks: how many ranks report each job.
+        promotion: how much of what was loaded from SSD goes back to DRAM; none: all.
     """
 
     def __init__(
@@ -63,12 +65,16 @@ class Tiers:
         headroom: Sequence[int],
         persist_bytes_max: int,
         ranks: int = 1,
+        promotion: Promotion | None = None,
     ) -> None:
         self.shapes = list(shapes)
         self.chunks = Chunks(len(self.shapes), slots, extents, ghosts_max)
         self.jobs = Jobs(ranks)
         self._admission = admission
-        self.evictor = Evictor(self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks)
+        self.promotion = promotion or Promotion()
+        self.evictor = Evictor(
+            self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks, self.promotion
+        )
         self._tokens = self.shapes[0].block_tokens * self.shapes[0].blocks_per_chunk
 
     # Questions.
@@ -192,6 +198,19 @@ class Tiers:
         ]
         return self._plan_copies("store", prefix, first, absent, blocks, now)
 
+    def promote_until(self, prefix: Prefix, end: int, now: float) -> int:
+        """Where `plan_promote` should end so that as much of the first `end` chunks is in DRAM as promotion wants.
+
+        The leading ones are promoted: every later request of the session has them, and eviction takes them last.
+        """
+        index = self.chunks.index
+        ssd_only = np.zeros(end, np.bool_)
+        for rows in index.locate(prefix, 0, end):
+            ssd_only |= (rows >= 0) & (index.dram[rows] == NONE) & (index.ssd[rows] == VALID)
+        found = ssd_only.nonzero()[0]
+        promote = chunks_to_promote(end - len(found), len(found), self.promotion.share(now))
+        return int(found[promote - 1]) + 1 if promote else 0
+
     def plan_promote(
         self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
     ) -> tuple[StoreJob | None, int]:
@@ -247,6 +266,7 @@ class Tiers:
             chunks.settle(job.rows)
         else:
             chunks.index.dram[job.rows] = VALID
+            chunks.index.promoted[job.rows] = job.kind == "promote"
             self.evictor.consider(job.rows)
         if job.failed:
             count(chunks.counts, "errors", len(job.failed), job.reason)
@@ -262,6 +282,8 @@ class Tiers:
             used = rows[:reused][known[:reused]]
             if used.size:
                 index.reuses[used] = np.minimum(index.reuses[used], 0xFFFE) + 1
+                self.promotion.used(int(index.promoted[used].sum()), now)
+                index.promoted[used] = 0
                 self.evictor.consider(used[index.dram[used] == VALID])
 
     # Room and ends.

@@ -21,7 +21,7 @@ from saria_vllm.sim.arrivals import arrivals_with_ids
 from saria_vllm.sim.formats import Trace
 from saria_vllm.sim.profiles import MFU, Hardware, Model
 from saria_vllm.sim.simulator import SEGMENTS, SimConfig, SimRequest, SimResult, Simulator
-from saria_vllm.sim.timing import time_requests, wear
+from saria_vllm.sim.timing import Rates, time_requests, wear
 
 GIB, TIB = 1 << 30, 1 << 40
 
@@ -132,17 +132,18 @@ class Planner:
         start_s: when each session of the trace starts.
         base: the chunk size, promotion and SSD eviction of every simulation.
         tell: called with a line after each simulation.
+        ssd_ingress_ratio: for promotion `auto`; none: that of the hardware with as many drives.
     """
 
     def __init__(
         self, trace: Trace, start_s: Sequence[float], hardware: Hardware, model: Model, base: SimConfig,
-        tell: Callable[[str], None],
+        tell: Callable[[str], None], ssd_ingress_ratio: float | None = None,
     ) -> None:  # fmt: skip
         self._trace, self._start_s, self._base, self._tell = trace, start_s, base, tell
-        self._hardware, self._model = hardware, model
+        self._hardware, self._model, self._ssd_ingress_ratio = hardware, model, ssd_ingress_ratio
         # A segment more than fits, for the last one is never full, and a request's own chunks beside the workload's.
         self._tokens_max = math.ceil(workload_tokens(trace) * (1 + 2 / SEGMENTS)) + SEGMENTS * base.chunk_tokens
-        self._done: dict[tuple[int, int, AdmissionConfig], _Run] = {}
+        self._done: dict[tuple[int, int, AdmissionConfig, float], _Run] = {}
 
     def sweep(self, grid: Grid) -> list[Row]:
         """All combinations, but those of more SSD than the drives hold."""
@@ -153,23 +154,35 @@ class Planner:
             drives = [count for count in grid.drives if ssd <= count * self._hardware.drive_bytes] if ssd else [0]
             if not drives:
                 continue
-            run = self._run(dram, ssd, grid.admissions[name] if ssd else AdmissionConfig(policy="dram_only"))
-            rows += [self._row(run, dram, ssd, count, name) for count in drives]
+            admission = grid.admissions[name] if ssd else AdmissionConfig(policy="dram_only")
+            for count in drives:
+                run = self._run(dram, ssd, admission, self._ratio(count))
+                rows.append(self._row(run, dram, ssd, count, name))
             size = f"DRAM {size_text(dram)}, SSD {size_text(ssd)}, {name}"
             self._tell(f"{number}/{len(runs)} {size}: hit rate {rows[-1].hit_rate:.1%}")
         return rows
 
-    def _run(self, dram_bytes: int, ssd_bytes: int, admission: AdmissionConfig) -> _Run:
+    def _ratio(self, drives: int) -> float:
+        """B_ssd / B_ingress; one number where promotion does not depend on it, so that drives share a simulation."""
+        if self._base.promotion != "auto" or not drives:
+            return self._base.ssd_ingress_ratio
+        if self._ssd_ingress_ratio is not None:
+            return self._ssd_ingress_ratio
+        return Rates.of(msgspec.structs.replace(self._hardware, drives=drives), self._model).ssd_ingress_ratio
+
+    def _run(self, dram_bytes: int, ssd_bytes: int, admission: AdmissionConfig, ratio: float) -> _Run:
         kv = self._model.kv_bytes_token
         dram, ssd = (min(nbytes // kv, self._tokens_max) for nbytes in (dram_bytes, ssd_bytes))
-        for (had_dram, had_ssd, had_admission), run in self._done.items():
+        for (had_dram, had_ssd, had_admission, had_ratio), run in self._done.items():
             as_large = had_ssd == ssd or (0 < had_ssd < ssd and run.ample)
-            if as_large and (had_dram, had_admission) == (dram, admission):
+            if as_large and (had_dram, had_admission, had_ratio) == (dram, admission, ratio):
                 return run
-        config = msgspec.structs.replace(self._base, dram_tokens=dram, ssd_tokens=ssd, admission=admission)
+        config = msgspec.structs.replace(
+            self._base, dram_tokens=dram, ssd_tokens=ssd, admission=admission, ssd_ingress_ratio=ratio
+        )
         simulator = Simulator(config)
         served = list(simulator.run(arrivals_with_ids(self._trace, self._start_s, config.chunk_tokens)))
-        self._done[dram, ssd, admission] = run = _Run(simulator.result, served)
+        self._done[dram, ssd, admission, ratio] = run = _Run(simulator.result, served)
         return run
 
     def _row(self, run: _Run, dram: int, ssd: int, drives: int, admission: str) -> Row:

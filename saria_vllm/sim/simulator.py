@@ -18,7 +18,7 @@ from saria_vllm.metrics import Counts
 from saria_vllm.policy.admission import Admission, make_admission
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.index import VALID, Prefix, Rows
-from saria_vllm.policy.promotion import chunks_to_promote
+from saria_vllm.policy.promotion import Promotion, PromotionMode
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.sim.lru_extents import LruExtents
@@ -37,6 +37,9 @@ _PREFIXES_MAX = 4096
 SEGMENTS = 32
 """Of the SSD tier, where it is retired by segment."""
 
+SSD_INGRESS_RATIO = 0.5
+"""B_ssd / B_ingress of a node that nothing more is known of."""
+
 Arrival = tuple[float, int, Request, list[int]]
 """Time in seconds, number of the session, the request, ids of its full chunks."""
 
@@ -48,10 +51,11 @@ class SimConfig(msgspec.Struct, frozen=True):
     dram_tokens: int
     ssd_tokens: int
     admission: AdmissionConfig = AdmissionConfig()
-    promotion: float = 1.0
-    """Share of a hit that belongs in DRAM afterwards."""
+    promotion: PromotionMode = 1.0
     ssd_eviction: str = "lru"
     """`lru` by record, or `segment` as it is served."""
+    ssd_ingress_ratio: float = SSD_INGRESS_RATIO
+    """B_ssd / B_ingress, for promotion `auto`."""
 
 
 class SimRequest(msgspec.Struct, frozen=True):
@@ -117,6 +121,7 @@ class Simulator:
             ghosts_max=config.admission.ghosts_max,
             headroom=[_HEADROOM],
             persist_bytes_max=1 << 60,
+            promotion=Promotion(config.promotion, config.ssd_ingress_ratio),
         )
         self._refresh_all = config.admission.policy == "full_duplicate" and admission is None
         self._unread = np.zeros(0, np.bool_)
@@ -178,12 +183,9 @@ class Simulator:
 
     def _promote(self, prefix: Prefix, end: int, time_s: float) -> None:
         """Copy to DRAM what only SSD has, as far as promotion wants. All of it is in HBM now, loaded or computed."""
-        index = self.tiers.chunks.index
-        rows = index.locate(prefix, 0, end)[0]
-        on_ssd_only = ((rows >= 0) & (index.dram[rows] != VALID) & (index.ssd[rows] == VALID)).nonzero()[0]
-        promote = chunks_to_promote(end - len(on_ssd_only), len(on_ssd_only), self.config.promotion)
-        if promote:
-            self._copy(self.tiers.plan_promote, prefix, 0, int(on_ssd_only[promote - 1]) + 1, time_s)
+        stop = self.tiers.promote_until(prefix, end, time_s)
+        if stop:
+            self._copy(self.tiers.plan_promote, prefix, 0, stop, time_s)
 
     def _copy(self, plan: _Plan, prefix: Prefix, first: int, end: int, time_s: float) -> None:
         """Copy chunks into DRAM, and make room, until all are there or none can be evicted any more."""

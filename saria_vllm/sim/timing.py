@@ -49,6 +49,11 @@ class Rates(msgspec.Struct, frozen=True):
             ssd_latency_s=hardware.drive_latency_s,
         )
 
+    @property
+    def ssd_ingress_ratio(self) -> float:
+        """B_ssd / B_ingress of an engine when all of the node's engines load at once."""
+        return self.ssd / self.engines / self.ingress
+
     def shared(self, loads: Sequence[Load], coordinated: bool) -> list[tuple[float, float]]:
         """(SSD, DRAM) rate of loads that run at once, each on an engine of its own.
 

@@ -140,6 +140,20 @@ def test_a_sweep_has_every_combination_that_drives_can_hold():
     ]
 
 
+def test_auto_promotion_goes_by_the_drives_of_a_row(simulated):
+    rows = planner(promotion="auto").sweep(
+        grid(dram=(16,), ssd=(0, 32), drives=(1, 2), all=AdmissionConfig(policy="full_duplicate"))
+    )
+    one = H100.drive_read_bytes_s / (H100.gpus * H100.ingress_bytes_s)
+    assert [config.ssd_ingress_ratio for config in simulated][1:] == pytest.approx([one, 2 * one])
+    assert [row.drives for row in rows] == [0, 1, 2]
+    simulated.clear()
+    planner(promotion=0.5).sweep(
+        grid(dram=(16,), ssd=(32,), drives=(1, 2), all=AdmissionConfig(policy="full_duplicate"))
+    )
+    assert len(simulated) == 1  # A fixed share knows no drives.
+
+
 def test_rows_are_what_the_simulator_and_the_model_of_time_say():
     drives = 2
     found = {(row.dram_bytes // GIB, row.ssd_bytes // GIB, row.admission): row
@@ -347,7 +361,8 @@ def test_html_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
         (["--sessions", "-1"], "--sessions -1: expected a number of at least 0"),
         (["--chunk-tokens", "0"], "--chunk-tokens 0: expected a number of at least 1"),
         (["--chunk-tokens", "48"], "expected a multiple or a divisor of 64"),
-        (["--promotion", "2"], "--promotion 2.0: expected a share from 0 to 1"),
+        (["--promotion", "2"], "--promotion 2: expected auto or a share from 0 to 1"),
+        (["--ssd-ingress-ratio", "-1"], "--ssd-ingress-ratio -1: expected a number above 0"),
         (["--life-years", "-1"], "--life-years -1: expected a number of at least 0"),
         (["--starts", "soon"], "--starts soon: expected a number with a unit"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: cannot be opened"),

@@ -111,6 +111,22 @@ def test_chunk_tokens_and_promotion_and_eviction_reach_the_simulator(capsys, tra
     assert runs["1", "lru"]["ssd_write_tokens"] != runs["1", "segment"]["ssd_write_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ([], "0.5"),
+        (["--ssd-ingress-ratio", "0.25"], "0.75"),
+        (["--hardware", "h200", "--model", "llama-3.3-70b", "--ssd-ingress-ratio", "2"], "0"),
+    ],
+)
+def test_auto_promotes_what_the_rates_say(capsys, trace, options, share):
+    ssd = ["--ssd-tokens", "64000", "--starts", "500s", "--admission", "full_duplicate"]
+    auto = as_json(capsys, trace, *ssd, *options, "--promotion", "auto")
+    fixed = as_json(capsys, trace, *ssd, *options, "--promotion", share)
+    assert auto["dram_hit_rate"] == fixed["dram_hit_rate"]
+    assert auto["dram_evicted_tokens"] == fixed["dram_evicted_tokens"]
+
+
 def test_coordination_makes_reloads_faster(capsys, trace):
     options = ["--ssd-tokens", "64000", "--starts", "500s", "--admission", "full_duplicate", "--promotion", "0.5",
                "--hardware", "h100-sxm-pcie5", "--model", "llama-3.3-70b"]  # fmt: skip
@@ -160,8 +176,10 @@ def test_plot_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
         (["--chunk-tokens", "48"], "chunks of 48 tokens for a trace of 64-token blocks; expected a multiple or a"),
         (["--sessions", "-2"], "--sessions -2: expected a number of at least 0"),
         (["--start-seed", "-2"], "--start-seed -2: expected a number of at least 0"),
-        (["--promotion", "1.5"], "--promotion 1.5: expected a share from 0 to 1"),
-        (["--promotion", "nan"], "--promotion nan: expected a share from 0 to 1"),
+        (["--promotion", "1.5"], "--promotion 1.5: expected auto or a share from 0 to 1"),
+        (["--promotion", "nan"], "--promotion nan: expected auto or a share from 0 to 1"),
+        (["--promotion", "all"], "--promotion all: expected auto or a share from 0 to 1"),
+        (["--ssd-ingress-ratio", "0"], "--ssd-ingress-ratio 0: expected a number above 0"),
         (["--starts", "4"], "--starts 4: expected a number with a unit (s, m, h, d), such as 4h"),
         (["--hardware", "h200"], "--hardware and --model: expected both or neither"),
         (["--hardware", "h300", "--model", "llama-3.3-70b"], "choose one of h100-sxm-pcie5, h200, b300"),

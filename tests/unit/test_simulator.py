@@ -105,6 +105,43 @@ def test_promotion_puts_a_share_of_the_hit_in_dram(promotion, promoted):
     assert result.dram_evicted_tokens == (4 + promoted) * 64
 
 
+def counted(mode, prompts, dram=4):
+    """The (used, evicted) chunks that promotion was told of."""
+    config = SimConfig(64, dram * 64, 100 * 64, AdmissionConfig(policy="full_duplicate"), mode)
+    simulator, told = Simulator(config), [0, 0]
+    promotion = simulator.tiers.promotion
+    promotion.used = lambda chunks, now: told.__setitem__(0, told[0] + chunks)
+    promotion.evicted = lambda chunks, now: told.__setitem__(1, told[1] + chunks)
+    list(simulator.run(arrivals_with_ids(made(*prompts), [], 64)))
+    return tuple(told)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ([A, B], (0, 0)),  # Nothing was promoted.
+        ([A, B, A], (0, 0)),  # 2 of A are in DRAM again, and nobody knows yet.
+        ([A, B, A, A], (2, 0)),
+        ([A, B, A, A, A], (2, 0)),  # Counted once.
+        ([A, B, A, C], (0, 2)),
+        ([A, B, A, A, C], (2, 0)),
+        ([A, B, A, C, A, A], (2, 2)),
+    ],
+)
+def test_promotion_learns_which_copies_were_used(prompts, expected):
+    assert counted(0.5, prompts) == counted("auto", prompts) == expected
+
+
+def test_auto_promotes_less_while_its_copies_are_evicted_unused():
+    prompts = [list(range(1000 * number, 1000 * number + 200)) for number in range(3)] * 40
+    (fixed, _), (auto, _) = (
+        simulate(made(*prompts), "full_duplicate", dram=200, ssd=1000, promotion=mode) for mode in (0.5, "auto")
+    )
+    assert fixed.dram_hit_tokens == 0 < auto.dram_hit_tokens  # What is not pushed out is there when it is used.
+    assert auto.dram_evicted_tokens < 0.7 * fixed.dram_evicted_tokens
+    assert auto.counts["promoted_chunks"] < fixed.counts["promoted_chunks"]
+
+
 def test_less_promotion_evicts_less():
     evicted = [simulate(made(*[A, B] * 4), "full_duplicate", promotion=p)[0].dram_evicted_tokens for p in (0, 0.5, 1)]
     assert evicted == sorted(evicted)

@@ -134,6 +134,7 @@ def test_rates_of_a_node():
     h200, glm = hardware("h200"), model("glm-5.2-fp8")
     sharded = Rates.of(h200, model("llama-3.3-70b"))
     assert (sharded.engines, sharded.ingress, sharded.dram, sharded.ssd) == (4, 110e9, 460e9, 112e9)
+    assert sharded.ssd_ingress_ratio == pytest.approx(8 * 14 / (8 * 55))
     replicated = Rates.of(h200, glm)
     assert (replicated.engines, replicated.ingress, replicated.dram) == (1, 55e9, 460e9 / 8), "each GPU reads all of it"
     assert replicated.ssd == 112e9
