@@ -15,17 +15,19 @@ from typing import Any, get_args
 
 import msgspec
 
-from saria_vllm.config import AdmissionConfig, AdmissionPolicy, SariaConfig
+from saria_vllm.config import AdmissionConfig, AdmissionPolicy, EnduranceConfig, SariaConfig, parse_bytes
 from saria_vllm.errors import ConfigError
+from saria_vllm.policy.endurance import DAY_S, drive_life_years
 from saria_vllm.policy.promotion import PromotionMode
-from saria_vllm.sim.arrivals import arrivals_with_ids, starts
+from saria_vllm.sim.arrivals import COPIES_MAX, arrivals, repeated, starts, with_ids
 from saria_vllm.sim.formats import Trace, read_trace
 from saria_vllm.sim.oracle import Oracle
 from saria_vllm.sim.profiles import HARDWARE, MODELS, hardware, model
-from saria_vllm.sim.simulator import SSD_INGRESS_RATIO, Arrival, SimConfig, SimRequest, Simulator
+from saria_vllm.sim.simulator import SSD_INGRESS_RATIO, Arrival, SimConfig, SimRequest, SimResult, Simulator
 from saria_vllm.sim.timing import Rates, time_requests, wear
 
 GHOSTS_UNBOUNDED = 1 << 40
+DWPD_MAX = 100.0
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -37,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=0, help="only the first N sessions")
     parser.add_argument("--starts", default="4h", help="sessions start within this time, as 4h, 90m, 30s (default 4h)")
     parser.add_argument("--start-seed", type=int, default=1)
+    parser.add_argument("--repeat-days", type=int, default=1, metavar="N",
+        help="the trace again every 24 h as other sessions, without an oracle; ghosts are bounded as they are served"
+        )  # fmt: skip
+    parser.add_argument("--load-step", action="append", default=[], metavar="DAY:FACTOR",
+        help="from that day on (the first is 0) so many copies of the sessions, as 3:3; may be given several times"
+        )  # fmt: skip
     parser.add_argument("--chunk-tokens", type=int, default=64)
     parser.add_argument("--dram-tokens", type=int, required=True)
     parser.add_argument("--ssd-tokens", type=int, default=0)
@@ -56,6 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ssd-eviction", choices=["lru", "segment"], default="lru", help="segment is what serves")
     parser.add_argument("--hardware", help=f"one of {', '.join(HARDWARE)}")
     parser.add_argument("--model", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--kv-bytes-per-token", type=int, metavar="N",
+        help="over all layers and ranks, in place of the model's")  # fmt: skip
+    parser.add_argument("--rated-capacity", metavar="SIZE",
+        help="of all drives together, as 3.84TB: SSD writes are held to a budget; needs --model or "
+        "--kv-bytes-per-token")  # fmt: skip
+    parser.add_argument("--target-dwpd", type=float, default=EnduranceConfig().target_dwpd,
+        help="budget in writes of the rated capacity per day (default %(default)g)")  # fmt: skip
+    parser.add_argument("--hard-cap-dwpd", type=float, default=EnduranceConfig().hard_cap_dwpd,
+        help="what no 24 hours exceed (default %(default)g)")  # fmt: skip
     parser.add_argument("--coordination", choices=["on", "off"], default="on",
         help="of DRAM and SSD streams on the ingress (default on)")  # fmt: skip
     parser.add_argument("--plot", metavar="PNG", help="a picture of hit rates and writes")
@@ -69,10 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
         trace = trace._replace(sessions=trace.sessions[: arguments.sessions])
     if trace.skipped:
         print(f"skipped {trace.skipped} malformed lines", file=sys.stderr)
-    names = arguments.admission or ["default"]
+    names, days = arguments.admission or ["default"], _copies_by_day(arguments)
     rows = [
         _row(arguments, trace, name)
-        for name in (*names, *(["oracle"] if len(names) > 1 and "oracle" not in names else []))
+        for name in (*names, *(["oracle"] if len(names) > 1 and "oracle" not in names and len(days) == 1 else []))
     ]
     if arguments.plot:
         _plot(rows, arguments.plot)
@@ -84,7 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for key, low in (("chunk_tokens", 1), ("dram_tokens", 1), ("ssd_tokens", 0), ("sessions", 0), ("start_seed", 0)):
+    least = {"chunk_tokens": 1, "dram_tokens": 1, "ssd_tokens": 0, "sessions": 0, "start_seed": 0, "repeat_days": 1}
+    for key, low in least.items():
         if getattr(arguments, key) < low:
             raise ConfigError(
                 f"--{key.replace('_', '-')} {getattr(arguments, key)}: expected a number of at least {low}"
@@ -99,17 +117,56 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     parse_promotion(arguments.promotion)
     check_ssd_ingress_ratio(arguments.ssd_ingress_ratio)
-    if (arguments.hardware is None) != (arguments.model is None):
-        raise ConfigError("--hardware and --model: expected both or neither")
-    if arguments.hardware:
-        hardware(arguments.hardware)
-        model(arguments.model)
+    _check_profiles(arguments)
     if arguments.plot:
         require_matplotlib("--plot")
     parse_seconds(arguments.starts)
+    _copies_by_day(arguments)
     for name in arguments.admission:
         if name != "oracle":
             parse_admission(name)
+
+
+def _check_profiles(arguments: argparse.Namespace) -> None:
+    kv = arguments.kv_bytes_per_token
+    if kv is not None and kv < 1:
+        raise ConfigError(f"--kv-bytes-per-token {kv}: expected a number of at least 1")
+    if arguments.hardware is None and arguments.model is not None and not arguments.rated_capacity:
+        raise ConfigError("--hardware and --model: expected both or neither")
+    if arguments.hardware is not None and arguments.model is None:
+        raise ConfigError("--hardware and --model: expected both or neither")
+    if arguments.hardware:
+        hardware(arguments.hardware)
+    if arguments.model:
+        model(arguments.model)
+    if not arguments.rated_capacity:
+        return
+    if arguments.model is None and kv is None:
+        raise ConfigError(f"--rated-capacity: needs --model, one of {', '.join(MODELS)}, or --kv-bytes-per-token")
+    parse_bytes(arguments.rated_capacity, "--rated-capacity")
+    target, cap = arguments.target_dwpd, arguments.hard_cap_dwpd
+    if not 0 < target <= cap <= DWPD_MAX:
+        found = f"--target-dwpd {target:g} and --hard-cap-dwpd {cap:g}"
+        raise ConfigError(f"{found}: expected numbers above 0, the cap at least the target and at most {DWPD_MAX:g}")
+
+
+def _copies_by_day(arguments: argparse.Namespace) -> list[int]:
+    copies = [1] * arguments.repeat_days
+    for text in arguments.load_step:
+        match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", text)
+        if match is None or not int(match[1]) < len(copies) or not int(match[2]):
+            raise ConfigError(
+                f"--load-step {text}: expected DAY:FACTOR, such as 3:3, with a day from 0 to {len(copies) - 1} and a "
+                "factor of at least 1"
+            )
+        copies[int(match[1]) :] = [int(match[2])] * (len(copies) - int(match[1]))
+    if sum(copies) > COPIES_MAX:
+        raise ConfigError(f"--repeat-days and --load-step: {sum(copies)} copies; expected at most {COPIES_MAX}")
+    return copies
+
+
+def _kv_bytes_token(arguments: argparse.Namespace) -> int:
+    return arguments.kv_bytes_per_token or model(arguments.model).kv_bytes_token
 
 
 def parse_seconds(text: str) -> float:
@@ -161,22 +218,36 @@ def _number(text: str) -> int | float | str:
 
 
 def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, Any]:
-    start_s = starts(len(trace.sessions), parse_seconds(arguments.starts), arguments.start_seed)
+    copies, seed = _copies_by_day(arguments), arguments.start_seed
+
+    def start_s(copy: int) -> list[float]:
+        return starts(len(trace.sessions), parse_seconds(arguments.starts), [seed, copy] if copy else seed)
 
     def stream() -> Iterator[Arrival]:
-        return arrivals_with_ids(trace, start_s, arguments.chunk_tokens)
+        merged = arrivals(trace, start_s(0)) if copies == [1] else repeated(trace, copies, start_s)
+        return with_ids(trace, merged, arguments.chunk_tokens)
 
-    admission = parse_admission("saria" if name == "oracle" else name)
+    ghosts_max = GHOSTS_UNBOUNDED if copies == [1] else AdmissionConfig().ghosts_max
+    admission = parse_admission("saria" if name == "oracle" else name, ghosts_max)
     config = SimConfig(
         arguments.chunk_tokens, arguments.dram_tokens, arguments.ssd_tokens, admission,
         parse_promotion(arguments.promotion), arguments.ssd_eviction, _ssd_ingress_ratio(arguments),
     )  # fmt: skip
+    if arguments.rated_capacity:
+        rated_tokens = parse_bytes(arguments.rated_capacity, "--rated-capacity") / _kv_bytes_token(arguments)
+        config = msgspec.structs.replace(
+            config,
+            write_budget_tokens_day=arguments.target_dwpd * rated_tokens,
+            write_cap_tokens_day=arguments.hard_cap_dwpd * rated_tokens,
+        )
     simulator = Simulator(config, Oracle(stream()) if name == "oracle" else None)
-    total = sum(len(session.requests) for session in trace.sessions)
+    total = sum(copies) * sum(len(session.requests) for session in trace.sessions)
     served = list(_progress(simulator.run(stream()), total, name))
     row: dict[str, Any] = {"admission": admission.policy if name == "default" else name, **simulator.result.rates()}
     if arguments.hardware:
         row.update(_time(arguments, served, row["ssd_write_tokens"]))
+    if arguments.rated_capacity:
+        row.update(_wear(arguments, served, simulator.result))
     return row
 
 
@@ -193,8 +264,25 @@ def _ssd_ingress_ratio(arguments: argparse.Namespace) -> float:
     return SSD_INGRESS_RATIO
 
 
+def _wear(arguments: argparse.Namespace, served: list[SimRequest], result: SimResult) -> dict[str, Any]:
+    """Bytes by day beside their budget, and the life of drives of the given capacity at the mean of the run."""
+    kv, rated = _kv_bytes_token(arguments), parse_bytes(arguments.rated_capacity, "--rated-capacity")
+    seconds = served[-1].time_s - served[0].time_s if served else 0.0
+    written = result.ssd_write_tokens * kv
+    years = drive_life_years(written * DAY_S / seconds, rated) if written and seconds else None
+    return {
+        "kv_bytes_token": kv,
+        "ssd_bytes_by_day": [tokens * kv for tokens in result.ssd_write_tokens_by_day],
+        "ssd_bytes_24h_max": result.ssd_write_tokens_24h_max * kv,
+        "write_budget_bytes_per_day": arguments.target_dwpd * rated,
+        "write_cap_bytes_per_24h": arguments.hard_cap_dwpd * rated,
+        "drive_life_years": years,
+    }
+
+
 def _time(arguments: argparse.Namespace, served: list[SimRequest], written_tokens: int) -> dict[str, Any]:
-    machine, served_model = hardware(arguments.hardware), model(arguments.model)
+    machine = hardware(arguments.hardware)
+    served_model = msgspec.structs.replace(model(arguments.model), kv_bytes_token=_kv_bytes_token(arguments))
     times = msgspec.structs.asdict(time_requests(served, machine, served_model, arguments.coordination == "on"))
     seconds = served[-1].time_s - served[0].time_s if served else 0.0
     tb_day, years = wear(written_tokens * served_model.kv_bytes_token, seconds, machine)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from saria_vllm.errors import ConfigError
+from saria_vllm.policy.endurance import DAY_S
 from saria_vllm.sim.formats import Trace
 from saria_vllm.sim.trace import Request, Run
 
+_COPY_BITS = 72
+"""Ids of a trace are below 2 to this power; those of a copy have its number above it."""
 
-def starts(n_sessions: int, window_s: float, seed: int) -> list[float]:
+COPIES_MAX = 1 << 16
+
+
+def starts(n_sessions: int, window_s: float, seed: int | Sequence[int]) -> list[float]:
     """Seconds at which sessions start: one uniform draw each, in file order, from 0 to `window_s`."""
     rng = np.random.default_rng(seed)
     return [float(rng.uniform(0, window_s)) for _ in range(n_sessions)]
@@ -35,10 +42,51 @@ def arrivals(trace: Trace, start_s: Sequence[float]) -> Iterator[tuple[float, in
         yield times[place], number, request
 
 
+def repeated(
+    trace: Trace, copies_by_day: Sequence[int], start_s: Callable[[int], Sequence[float]]
+) -> Iterator[tuple[float, int, Request]]:
+    """The trace again every 24 h, on each day as many copies as given, in order of time.
+
+    No two copies share an id, not even of tools and system prompts: their sessions are other sessions. `start_s` gives
+    the starts of the copy with a number; copies are numbered through, and session n of copy c is c * sessions + n.
+    Held are the copies that are under way.
+    """
+    assert sum(copies_by_day) <= COPIES_MAX
+    under_way: list[tuple[float, int, Request, Iterator[tuple[float, int, Request]]]] = []
+
+    def copy(number: int, begin_s: float) -> Iterator[tuple[float, int, Request]]:
+        base = number << _COPY_BITS
+        for time_s, session, request in arrivals(trace, start_s(number)):
+            runs = tuple((first + base, count) for first, count in request.runs)
+            yield begin_s + time_s, number * len(trace.sessions) + session, request._replace(runs=runs)
+
+    def advance(stream: Iterator[tuple[float, int, Request]]) -> None:
+        following = next(stream, None)
+        if following is not None:
+            heapq.heappush(under_way, (*following, stream))
+
+    number = 0
+    for day in range(len(copies_by_day) + 1):
+        while under_way and (day == len(copies_by_day) or under_way[0][0] < day * DAY_S):
+            time_s, session, request, stream = heapq.heappop(under_way)
+            yield time_s, session, request
+            advance(stream)
+        for _ in range(copies_by_day[day] if day < len(copies_by_day) else 0):
+            advance(copy(number, day * DAY_S))
+            number += 1
+
+
 def arrivals_with_ids(
     trace: Trace, start_s: Sequence[float], chunk_tokens: int
 ) -> Iterator[tuple[float, int, Request, list[int]]]:
-    """`arrivals`, each with `chunk_ids` of its request.
+    """`arrivals` through `with_ids`."""
+    return with_ids(trace, arrivals(trace, start_s), chunk_tokens)
+
+
+def with_ids(
+    trace: Trace, stream: Iterable[tuple[float, int, Request]], chunk_tokens: int
+) -> Iterator[tuple[float, int, Request, list[int]]]:
+    """`arrivals` or `repeated`, each with `chunk_ids` of its request.
 
     The list is the caller's to keep, not to change: the next request of the thread is built from it. Held are the
     last prompts of sessions that are under way, never the whole stream.
@@ -46,17 +94,18 @@ def arrivals_with_ids(
     Raises:
         ConfigError: chunks and blocks do not fit each other.
     """
-    left = [len(session.requests) for session in trace.sessions]
+    left: dict[int, int] = {}
     threads: dict[int, dict[int, tuple[tuple[Run, ...], list[int]]]] = {}
-    for time_s, number, request in arrivals(trace, start_s):
-        split, join = _ratio(chunk_tokens, trace.sessions[number].block_tokens)
+    for time_s, number, request in stream:
+        session = trace.sessions[number % len(trace.sessions)]
+        split, join = _ratio(chunk_tokens, session.block_tokens)
         before = threads.setdefault(number, {})
         runs, ids = _extended(before.get(request.thread, ((), [])), _split(request.runs, split))
-        left[number] -= 1
+        left[number] = left.get(number, len(session.requests)) - 1
         if left[number]:
             before[request.thread] = runs, ids
         else:
-            del threads[number]
+            del threads[number], left[number]
         yield time_s, number, request, _full_chunks(ids, request, chunk_tokens, join)
 
 

@@ -7,7 +7,7 @@ chunks are computed and stored, before the next request comes. Only full chunks 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
@@ -16,6 +16,7 @@ import numpy as np
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.metrics import Counts
 from saria_vllm.policy.admission import Admission, make_admission
+from saria_vllm.policy.endurance import DAY_S, Governor
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.index import VALID, Prefix, Rows
 from saria_vllm.policy.promotion import Promotion, PromotionMode
@@ -26,7 +27,7 @@ from saria_vllm.sim.trace import Request
 from saria_vllm.types import GroupShape, Ints, JobResult, StoreJob
 
 _RECORD_BYTES = 4096
-"""Of a simulated chunk: nothing depends on it."""
+"""Of a simulated chunk: nothing depends on it; a write budget is scaled to it."""
 
 _HEADROOM = 1024
 """Slots beyond the DRAM tier's size, for chunks on their way: a request's chunks enter before others are evicted."""
@@ -56,6 +57,10 @@ class SimConfig(msgspec.Struct, frozen=True):
     """`lru` by record, or `segment` as it is served."""
     ssd_ingress_ratio: float = SSD_INGRESS_RATIO
     """B_ssd / B_ingress, for promotion `auto`."""
+    write_budget_tokens_day: float = 0.0
+    """What the governor lets be written per day; 0: no governor."""
+    write_cap_tokens_day: float = 0.0
+    """What no 24 hours may exceed; at least the budget."""
 
 
 class SimRequest(msgspec.Struct, frozen=True):
@@ -79,6 +84,10 @@ class SimResult(msgspec.Struct):
     ssd_write_tokens: int = 0
     ssd_read_once_tokens: int = 0
     """Of what was written, what was read at least once before it was written again or the run ended."""
+    ssd_write_tokens_by_day: list[int] = []
+    """Days begin with the first request; the last one ends with the last request."""
+    ssd_write_tokens_24h_max: int = 0
+    """Most in any 24 hours."""
     dram_evicted_tokens: int = 0
     chunk_accesses: int = 0
     elapsed_s: float = 0.0
@@ -128,12 +137,18 @@ class Simulator:
         """By index row: written to SSD and not read since."""
         self._next_request: Callable[[], None] | None = getattr(admission, "next_request", None)
         self._prefixes: OrderedDict[tuple[int, int], tuple[list[int], Prefix]] = OrderedDict()
+        self._begun_s: float | None = None
+        self._last_day: deque[tuple[float, int]] = deque()
+        """(time, tokens) written in the last 24 hours."""
+        self._last_day_tokens = 0
         self.result = SimResult()
 
     def run(self, stream: Iterable[Arrival]) -> Iterator[SimRequest]:
         """Serve a stream in its order. Yields what happened to each request; totals are in `result`."""
         for time_s, session, request, ids in stream:
             began = time.perf_counter()
+            if self._begun_s is None:
+                self._begin(time_s)
             if self._next_request is not None:
                 self._next_request()
             prefix = self._prefix((session, request.thread), ids)
@@ -141,6 +156,13 @@ class Simulator:
             self.result.elapsed_s += time.perf_counter() - began
             yield served
         self.result.counts = self.tiers.take_counts()
+
+    def _begin(self, time_s: float) -> None:
+        self._begun_s = time_s
+        if self.config.write_budget_tokens_day:
+            scale = _RECORD_BYTES / self.config.chunk_tokens
+            budget, cap = self.config.write_budget_tokens_day * scale, self.config.write_cap_tokens_day * scale
+            self.tiers.evictor.governor = Governor(budget, cap, time_s)
 
     def _prefix(self, thread: tuple[int, int], ids: list[int]) -> Prefix:
         """The thread's last prefix made into this one: most of it was looked up already."""
@@ -204,17 +226,31 @@ class Simulator:
         persists = tiers.make_room(time_s)
         if persists:
             tiers.finished([JobResult(persist.job_id) for persist in persists], time_s)
-            self._note_writes([persist.key for persist in persists])
+            self._note_writes([persist.key for persist in persists], time_s)
         result.dram_evicted_tokens += (tiers.chunks.slots.free(0) - free) * self.config.chunk_tokens
 
-    def _note_writes(self, keys: list[bytes]) -> None:
+    def _note_writes(self, keys: list[bytes], time_s: float) -> None:
         rows = self.tiers.chunks.index.find_each(0, keys)
         if len(self._unread) < len(self.tiers.chunks.index.dram):
             grown = np.zeros(len(self.tiers.chunks.index.dram), np.bool_)
             grown[: len(self._unread)] = self._unread
             self._unread = grown
         self._unread[rows[rows >= 0]] = True
-        self.result.ssd_write_tokens += len(keys) * self.config.chunk_tokens
+        tokens = len(keys) * self.config.chunk_tokens
+        self.result.ssd_write_tokens += tokens
+        self._note_day(tokens, time_s)
+
+    def _note_day(self, tokens: int, time_s: float) -> None:
+        """Counted apart from the governor, which this checks."""
+        assert self._begun_s is not None
+        by_day, day = self.result.ssd_write_tokens_by_day, int((time_s - self._begun_s) // DAY_S)
+        by_day.extend([0] * (day + 1 - len(by_day)))
+        by_day[day] += tokens
+        self._last_day.append((time_s, tokens))
+        self._last_day_tokens += tokens
+        while self._last_day[0][0] <= time_s - DAY_S:
+            self._last_day_tokens -= self._last_day.popleft()[1]
+        self.result.ssd_write_tokens_24h_max = max(self.result.ssd_write_tokens_24h_max, self._last_day_tokens)
 
     def _note_reads(self, rows: Rows) -> None:
         self.result.ssd_read_once_tokens += int(self._unread[rows].sum()) * self.config.chunk_tokens

@@ -136,6 +136,38 @@ def test_coordination_makes_reloads_faster(capsys, trace):
     assert as_json(capsys, trace, *options)["reload_mean_s"] == on["reload_mean_s"]
 
 
+BUDGET = ["--ssd-tokens", "64000", "--starts", "500s", "--admission", "full_duplicate", "--kv-bytes-per-token", "1000"]
+
+
+def test_a_rated_capacity_holds_writes_to_a_budget(capsys, trace):
+    free = as_json(capsys, trace, *BUDGET)
+    assert "ssd_bytes_by_day" not in free
+    ample = as_json(capsys, trace, *BUDGET, "--rated-capacity", "1TB")
+    assert ample["ssd_write_tokens"] == free["ssd_write_tokens"] > 0
+    assert (ample["write_budget_bytes_per_day"], ample["write_cap_bytes_per_24h"]) == (0.75e12, 1e12)
+    assert ample["ssd_bytes_by_day"] == [1000 * ample["ssd_write_tokens"]]
+    assert ample["drive_life_years"] > 1000
+    tight = as_json(capsys, trace, *BUDGET, "--rated-capacity", "2MB", "--target-dwpd", "0.4", "--hard-cap-dwpd", "0.5")
+    assert (tight["write_budget_bytes_per_day"], tight["write_cap_bytes_per_24h"]) == (0.8e6, 1e6)
+    assert 0 < tight["ssd_bytes_24h_max"] == sum(tight["ssd_bytes_by_day"]) <= 0.05 * 0.8e6
+    assert tight["ssd_write_tokens"] < free["ssd_write_tokens"]
+
+
+def test_kv_bytes_are_the_models_unless_given(capsys, trace):
+    rated = ["--rated-capacity", "3.84TB", "--model", "llama-3.3-70b"]
+    assert as_json(capsys, trace, *rated)["kv_bytes_token"] == 327_680
+    assert as_json(capsys, trace, *rated, "--hardware", "h200", "--kv-bytes-per-token", "99")["kv_bytes_token"] == 99
+
+
+def test_days_repeat_as_other_sessions_and_the_load_steps(capsys, trace):
+    once = as_json(capsys, trace, dram="640000")
+    found = as_json(capsys, trace, "--repeat-days", "3", "--load-step", "1:2", dram="640000")
+    assert found["requests"] == (1 + 2 + 2) * once["requests"]
+    assert found["hit_rate"] == pytest.approx(once["hit_rate"]), "a day does not find what was there the day before"
+    rows = as_json(capsys, trace, "--repeat-days", "2", "--admission", "saria", "--admission", "return")["rows"]
+    assert [row["admission"] for row in rows] == ["saria", "return"]
+
+
 def test_table_for_people(capsys, trace):
     _, out, _ = simulate(capsys, trace, "--admission", "saria", "--admission", "dram_only")
     lines = out.splitlines()
@@ -182,6 +214,18 @@ def test_plot_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
         (["--ssd-ingress-ratio", "0"], "--ssd-ingress-ratio 0: expected a number above 0"),
         (["--starts", "4"], "--starts 4: expected a number with a unit (s, m, h, d), such as 4h"),
         (["--hardware", "h200"], "--hardware and --model: expected both or neither"),
+        (["--model", "llama-3.3-70b"], "--hardware and --model: expected both or neither"),
+        (["--rated-capacity", "4TB"], "--rated-capacity: needs --model, one of llama-3.3-70b, "),
+        (["--rated-capacity", "4", "--model", "llama-3.3-70b"], "--rated-capacity: '4' is not a size above zero"),
+        (["--kv-bytes-per-token", "0"], "--kv-bytes-per-token 0: expected a number of at least 1"),
+        (
+            ["--rated-capacity", "4TB", "--kv-bytes-per-token", "9", "--target-dwpd", "2"],
+            "--target-dwpd 2 and --hard-cap-dwpd 1: expected numbers above 0, the cap at least the target",
+        ),
+        (["--repeat-days", "0"], "--repeat-days 0: expected a number of at least 1"),
+        (["--load-step", "1:3"], "--load-step 1:3: expected DAY:FACTOR, such as 3:3, with a day from 0 to 0"),
+        (["--load-step", "0:0"], "--load-step 0:0: expected DAY:FACTOR"),
+        (["--repeat-days", "70000"], "--repeat-days and --load-step: 70000 copies; expected at most 65536"),
         (["--hardware", "h300", "--model", "llama-3.3-70b"], "choose one of h100-sxm-pcie5, h200, b300"),
         (["--hardware", "h200", "--model", "gpt"], "choose one of llama-3.3-70b, glm-5.2-bf16, glm-5.2-fp8, qwen3-ne"),
         (["--admission", "lru"], "--admission lru: unknown policy; choose one of return, "),
