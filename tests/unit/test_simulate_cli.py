@@ -147,9 +147,10 @@ def test_a_rated_capacity_holds_writes_to_a_budget(capsys, trace):
     assert (ample["write_budget_bytes_per_day"], ample["write_cap_bytes_per_24h"]) == (0.75e12, 1e12)
     assert ample["ssd_bytes_by_day"] == [1000 * ample["ssd_write_tokens"]]
     assert ample["drive_life_years"] > 1000
-    tight = as_json(capsys, trace, *BUDGET, "--rated-capacity", "2MB", "--target-dwpd", "0.4", "--hard-cap-dwpd", "0.5")
-    assert (tight["write_budget_bytes_per_day"], tight["write_cap_bytes_per_24h"]) == (0.8e6, 1e6)
-    assert 0 < tight["ssd_bytes_24h_max"] == sum(tight["ssd_bytes_by_day"]) <= 0.05 * 0.8e6
+    wear = ["--rated-capacity", "10MB", "--target-dwpd", "0.4", "--hard-cap-dwpd", "0.5"]
+    tight = as_json(capsys, trace, *BUDGET, *wear)
+    assert (tight["write_budget_bytes_per_day"], tight["write_cap_bytes_per_24h"]) == (4e6, 5e6)
+    assert 0 < tight["ssd_bytes_24h_max"] == sum(tight["ssd_bytes_by_day"]) <= 0.05 * 4e6
     assert tight["ssd_write_tokens"] < free["ssd_write_tokens"]
 
 

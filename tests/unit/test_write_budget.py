@@ -15,8 +15,8 @@ from saria_vllm.sim.simulator import SimConfig, SimResult, Simulator
 from saria_vllm.sim.trace import Request, Session
 
 COPIES = [1, 1, 1, 3, 3, 3, 3]
-SESSIONS = 110
-"""Of a day: one every 13 minutes, so that there is no hour without demand."""
+SESSIONS = 240
+"""Of a day: one every 6 minutes, so that there is no hour without demand."""
 
 
 def sessions(rng: random.Random) -> list[Session]:
