@@ -13,6 +13,7 @@ from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.index import Prefix
+from saria_vllm.policy.promotion import Promotion
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.sim.simulator import SimConfig, Simulator
@@ -44,7 +45,9 @@ def simulator_like(engine: Engine, admission: AdmissionConfig) -> Simulator:
         ghosts_max=admission.ghosts_max,
         headroom=side.tiers.evictor._headroom,
         persist_bytes_max=1 << 60,
+        promotion=Promotion(0.0),
     )
+    simulator._begun_s = engine.now
     return simulator
 
 
