@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,8 +107,8 @@ class Arm:
         """What our counters say of it, by pair."""
         self.steps: list[float] = []
         """ms inside the connector's methods, by engine step."""
-        self.ran: dict[str, list[float]] = defaultdict(list)
-        """ms of it in which its thread ran, by half and step."""
+        self.ran: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        """ms of it in which its thread ran, and the method that ran longest, by half and step."""
         self.connected = name != "plain"
         ssd = folder / "ssd"
         ssd.mkdir(parents=True)
@@ -123,6 +123,7 @@ class Arm:
                     "ssd_paths": [str(ssd)],
                     "ssd_capacity": f"{int(kv_mib * (1.2 if tight else 2 * PREFIXES))}MiB",
                     "admission": "full_duplicate",
+                    "endurance": "off",  # A day's writes would be spent within minutes.
                     "io_cpus": [1],
                 }
             )
@@ -166,9 +167,9 @@ class Arm:
         self.requests.append(requests)
         after = counters(self.server) if self.connected else {}
         spent: dict[int, float] = defaultdict(float)
-        for half, step, spent_ns, ran_ns in _read(self.times)[lines_before:]:
+        for half, step, spent_ns, ran_ns, longest in _read(self.times)[lines_before:]:
             spent[step] += spent_ns / 1e6
-            self.ran[half].append(ran_ns / 1e6)
+            self.ran[half].append((ran_ns / 1e6, longest))
         self.steps += spent.values()
         self.moved.append({name: value - before.get(name, 0) for name, value in after.items()})
         self.freeze(True)
@@ -192,12 +193,12 @@ def _python_path() -> list[str]:
     return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
-def _read(path: Path) -> list[tuple[str, int, int, int]]:
-    """(half, step, nanoseconds inside, nanoseconds that the thread ran)."""
+def _read(path: Path) -> list[tuple[str, int, int, int, str]]:
+    """(half, step, nanoseconds inside, nanoseconds that its thread ran, the method that ran longest)."""
     if not path.exists():
         return []
     rows = (line.split() for line in path.read_text().splitlines())
-    return [(half, int(step), int(spent), int(ran)) for half, step, spent, ran in rows]
+    return [(half, int(step), int(spent), int(ran), longest) for half, step, spent, ran, longest in rows]
 
 
 def main() -> int:
@@ -241,7 +242,9 @@ def summary(plain: Arm, arm: Arm) -> bool:
         f"n {len(arm.steps)}"
     )
     for half, ran in arm.ran.items():
-        print(f"  of it running, {half} half: {spread(ran)}")
+        slowest = Counter(method for _, method in sorted(ran)[-max(1, len(ran) // 100) :])
+        methods = ", ".join(f"{method} {count}" for method, count in slowest.most_common())
+        print(f"  of it running, {half} half: {spread([ms for ms, _ in ran])}; longest in the slowest 1 %: {methods}")
     return statistics.median(ratios) <= INTER_TOKEN_MAX and quantile(arm.steps, 0.99) <= STEP_P99_MS_MAX
 
 

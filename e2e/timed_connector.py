@@ -1,8 +1,8 @@
 """`SariaConnector` that writes down how long its methods take, per engine step: for `bench_overhead.py` only.
 
-Each process appends one line "<role> <step> <nanoseconds> <of which it ran>" per step to $SARIA_TIMES: where the
-two differ it waited, for a core above all. A step of the scheduler half ends with `build_connector_meta`, one of the
-worker half with `build_connector_worker_meta`; equal numbers mean one step.
+Each process appends one line "<role> <step> <nanoseconds> <of which it ran> <method that ran longest>" per step to
+$SARIA_TIMES; where it ran for less than that it waited, for a core above all. A step of the scheduler half ends
+with `build_connector_meta`, one of the worker half with `build_connector_worker_meta`; equal numbers mean one step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TimedConnector(SariaConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         names = SCHEDULER if role == KVConnectorRole.SCHEDULER else WORKER
         self._role_name, self._last = role.name.lower(), names[-1]
-        self._step, self._spent_ns, self._ran_ns = 0, 0, 0
+        self._step, self._spent_ns = 0, 0
+        self._ran_ns = dict.fromkeys(names, 0)
         self._lines: list[str] = []
         for name in names:
             setattr(self, name, self._timed(name, getattr(self, name)))
@@ -44,7 +45,7 @@ class TimedConnector(SariaConnector):
             try:
                 return method(*args, **kwargs)
             finally:
-                self._ran_ns += time.thread_time_ns() - ran
+                self._ran_ns[name] += time.thread_time_ns() - ran
                 self._spent_ns += time.perf_counter_ns() - began
                 if name == self._last:
                     self._end_step()
@@ -52,8 +53,10 @@ class TimedConnector(SariaConnector):
         return call
 
     def _end_step(self) -> None:
-        self._lines.append(f"{self._role_name} {self._step} {self._spent_ns} {self._ran_ns}\n")
-        self._step, self._spent_ns, self._ran_ns = self._step + 1, 0, 0
+        ran_ns, longest = self._ran_ns, max(self._ran_ns, key=self._ran_ns.__getitem__)
+        self._lines.append(f"{self._role_name} {self._step} {self._spent_ns} {sum(ran_ns.values())} {longest}\n")
+        self._step, self._spent_ns = self._step + 1, 0
+        self._ran_ns = dict.fromkeys(ran_ns, 0)
         if len(self._lines) >= 200:
             self.flush()
 

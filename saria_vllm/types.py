@@ -165,10 +165,9 @@ class LoadJob(NamedTuple):
         return tuple(self.item(position) for position in range(self.chunks))
 
 
-class PersistJob(msgspec.Struct, frozen=True, array_like=True):
+class PersistItem(NamedTuple):
     """DRAM -> SSD write of one chunk."""
 
-    job_id: int
     group: int
     slot: Slot
     extent: Extent
@@ -177,12 +176,43 @@ class PersistJob(msgspec.Struct, frozen=True, array_like=True):
     """Key of the chunk before it in the prefix, empty for a first chunk."""
 
 
+class PersistJob(NamedTuple):
+    """Chunks of one group to write to one drive, by column. Ends once, with the positions that failed."""
+
+    job_id: int
+    group: int
+    keys: tuple[bytes, ...]
+    parents: tuple[bytes, ...]
+    slots: Ints
+    """(chunks, 2): slab, cell."""
+    extents: Ints
+    """(chunks, 3): drive, segment, record."""
+
+    @property
+    def chunks(self) -> int:
+        return len(self.keys)
+
+    @property
+    def drive(self) -> int:
+        return int(self.extents[0, 0])
+
+    @property
+    def items(self) -> tuple[PersistItem, ...]:
+        """Chunk by chunk, in the order that positions in results count."""
+        return tuple(
+            PersistItem(self.group, Slot(*slot), Extent(*extent), key, parent)
+            for key, parent, slot, extent in zip(
+                self.keys, self.parents, self.slots.tolist(), self.extents.tolist(), strict=True
+            )
+        )
+
+
 class JobResult(msgspec.Struct, frozen=True, array_like=True):
     """The end of a store, load or persist job on one rank."""
 
     job_id: int
     failed: tuple[int, ...] = ()
-    """Positions of failed items in the job; empty when all went well. A persist job has the one position 0."""
+    """Positions of failed items in the job; empty when all went well."""
     reason: str = ""
     """Why the first of them failed: a label of `metrics.ERROR_REASONS`."""
 

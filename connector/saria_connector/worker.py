@@ -68,8 +68,9 @@ class WorkerSide:
             executor.submit_load(metadata.loads.pop())
         while metadata.refused:
             executor.refuse_load(metadata.refused.pop())
-        persists, metadata.persists = metadata.persists, []
-        executor.submit_persists(persists)
+        metadata.persists.reverse()
+        while metadata.persists:
+            executor.submit_persist(metadata.persists.pop())
         return True
 
     def store(self, metadata: SariaMetadata) -> bool:
@@ -87,9 +88,8 @@ class WorkerSide:
         assert self._executor is not None
         for load in metadata.loads + metadata.refused:
             self._executor.refuse_load(load)
-        for store in metadata.stores:
-            self._results.append(JobResult(store.job_id, tuple(range(store.chunks)), "other"))
-        self._results += [JobResult(persist.job_id, (0,), "other") for persist in metadata.persists]
+        for job in (*metadata.stores, *metadata.persists):
+            self._results.append(JobResult(job.job_id, tuple(range(job.chunks)), "other"))
         metadata.loads, metadata.refused, metadata.stores, metadata.persists = [], [], [], []
 
     def turn_off(self) -> None:

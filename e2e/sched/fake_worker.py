@@ -178,7 +178,7 @@ class Worker:
 
     def _retire(self, drive: int, segment: int) -> None:
         used = [item.extent for flight in self.loads.values() for item in flight.job.items]
-        used += [flight.job.extent for flight in self.persists.values()]
+        used += [item.extent for flight in self.persists.values() for item in flight.job.items]
         assert not any(extent and extent[:2] == (drive, segment) for extent in used), "a segment in use is retired"
         self.ssd = {extent: content for extent, content in self.ssd.items() if extent[:2] != (drive, segment)}
 
@@ -217,10 +217,12 @@ class Worker:
 
     def _begin_persist(self, job: PersistJob) -> None:
         self.log.append(("persist", job))
-        content = self.dram[job.group, job.slot]
-        assert content.marks == self.engine.marks_of(job.key), "a persist of another key's bytes"
-        self.persists[job.job_id] = Flight(job, self.ranks, self.generation, [content])
-        self.ssd.pop(job.extent, None)
+        contents = [self.dram[item.group, item.slot] for item in job.items]
+        for item, content in zip(job.items, contents, strict=True):
+            assert content.marks == self.engine.marks_of(item.key), "a persist of another key's bytes"
+            assert item.extent.drive == job.drive
+            self.ssd.pop(item.extent, None)
+        self.persists[job.job_id] = Flight(job, self.ranks, self.generation, contents)
         if self.auto_persists:
             self.end_persist(job.job_id)
 
@@ -263,14 +265,16 @@ class Worker:
         for item, marks in zip(flight.job.items, flight.content, strict=True):
             self.dram[item.group, item.slot] = Content(marks, flight.generation)
 
-    def end_persist(self, job_id: int, failed: bool = False, rank: int | None = None) -> None:
+    def end_persist(self, job_id: int, failed: Iterable[int] = (), rank: int | None = None) -> None:
         flight = self.persists[job_id]
-        job, (content,) = flight.job, flight.content
-        assert self.dram[job.group, job.slot] == content, "a slot changed under a persist"
-        if self._end_rank(flight, rank, (0,) if failed else (), "write_failed"):
+        items = flight.job.items
+        for item, content in zip(items, flight.content, strict=True):
+            assert self.dram[item.group, item.slot] == content, "a slot changed under a persist"
+        if self._end_rank(flight, rank, failed, "write_failed"):
             del self.persists[job_id]
-            if not flight.failed:
-                self.ssd[job.extent] = content
+            for position, item in enumerate(items):
+                if position not in flight.failed:
+                    self.ssd[item.extent] = flight.content[position]
 
     def end_open(self, found: list[FoundChunk], next_segment: int = 0, problem: str = "", ranks: int = 0) -> None:
         self._reports += [OpenedSsd(found, next_segment, (True,) * 8, "", problem) for _ in range(ranks or self.ranks)]

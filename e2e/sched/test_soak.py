@@ -48,7 +48,9 @@ def act(engine: Engine, rng: random.Random, number: int) -> None:
             worker.end_store(job_id, rng.random() < 0.1, rank=rng.choice(sorted(worker.stores[job_id].ranks_left)))
         case "persist" if worker.persists:
             job_id = rng.choice(list(worker.persists))
-            worker.end_persist(job_id, rng.random() < 0.1, rank=rng.choice(sorted(worker.persists[job_id].ranks_left)))
+            flight = worker.persists[job_id]
+            failed = [position for position in range(flight.job.chunks) if rng.random() < 0.1]
+            worker.end_persist(job_id, failed, rank=rng.choice(sorted(flight.ranks_left)))
         case "abort" if living:
             engine.abort(rng.choice(living))
         case "preempt":

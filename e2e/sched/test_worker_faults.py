@@ -8,7 +8,7 @@ import pytest
 from saria_connector.connector import SariaConnector
 from saria_connector.metadata import SariaMetadata
 from saria_connector.worker import WorkerSide
-from saria_vllm.types import Extent, LoadJob, PersistJob, Slot, StoreJob, StorePart
+from saria_vllm.types import LoadJob, PersistJob, StoreJob, StorePart
 
 
 class Executor:
@@ -34,8 +34,8 @@ class Executor:
     def submit_store(self, job):
         self._take(f"store {job.job_id}", job)
 
-    def submit_persists(self, jobs):
-        self._take("persists", jobs)
+    def submit_persist(self, job):
+        self._take(f"persist {job.job_id}", job)
 
     def poll(self):
         if self.fails_at == "poll":
@@ -52,11 +52,13 @@ def connector_with(fails_at):
     connector._faults = set()
     connector._worker._executor = Executor(fails_at)
     connector._worker._results, connector._worker.counts = [], {}
-    slot, extent = Slot(0, 0), Extent(0, 0, 0)
     connector._connector_metadata = SariaMetadata(
         loads=[LoadJob(n, f"r{n}", ()) for n in (1, 2, 3)],
         stores=[StoreJob(n, (StorePart(0, np.zeros((2, 2), np.int32), np.ones((2, 1), np.int32)),)) for n in (4, 5)],
-        persists=[PersistJob(6, 0, slot, extent, b"k", b"")],
+        persists=[
+            PersistJob(n, 0, (b"k", b"l"), (b"", b"k"), np.zeros((2, 2), np.int32), np.zeros((2, 3), np.int32))
+            for n in (6, 7)
+        ],
     )
     return connector
 
@@ -73,9 +75,9 @@ def step(connector):
     ("fails_at", "refused", "failed"),
     [
         ("nowhere", [], []),
-        ("r1", ["r3", "r2"], [(4, (0, 1)), (5, (0, 1)), (6, (0,))]),
-        ("r3", [], [(4, (0, 1)), (5, (0, 1)), (6, (0,))]),
-        ("persists", [], [(4, (0, 1)), (5, (0, 1))]),
+        ("r1", ["r3", "r2"], [(n, (0, 1)) for n in (4, 5, 6, 7)]),
+        ("r3", [], [(4, (0, 1)), (5, (0, 1)), (6, (0, 1)), (7, (0, 1))]),
+        ("persist 6", [], [(4, (0, 1)), (5, (0, 1)), (7, (0, 1))]),
         ("store 4", [], [(5, (0, 1)), (4, (0, 1))]),
         ("poll", [], []),
     ],

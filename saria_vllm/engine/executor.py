@@ -11,14 +11,14 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from saria_vllm import _native
 from saria_vllm.config import SsdEngineName
-from saria_vllm.engine.jobs import Ends, LoadState, io_cpus, pin_this_thread
+from saria_vllm.engine.jobs import Ends, LoadState, PersistState, io_cpus, pin_this_thread
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
 from saria_vllm.engine.ssd_thread import Read, Retire, SsdThread, Write, depth_for
@@ -146,16 +146,13 @@ class Executor:
         if not self._queue(self._stores, job):
             self._fail_store(job)
 
-    def submit_persists(self, jobs: Iterable[PersistJob]) -> None:
-        """The slots must stay untouched until their job has ended."""
-        writes: dict[SsdThread, list[Write]] = {}
-        for job in jobs:
-            if not self._ssd:
-                self._ends.job(JobResult(job.job_id, (0,), "not_found"))
-                continue
-            writes.setdefault(self._writer(job.extent.drive), []).append(Write(job, self._ends.generation))
-        for thread, ops in writes.items():
-            thread.submit(ops)
+    def submit_persist(self, job: PersistJob) -> None:
+        """The slots must stay untouched until the job has ended."""
+        if not self._ssd:
+            self._ends.job(JobResult(job.job_id, tuple(range(job.chunks)), "not_found"))
+            return
+        state = PersistState(job, self._ends.generation)
+        self._writer(job.drive).submit([Write(state, position) for position in range(job.chunks)])
 
     def retire(self, drive: int, segment: int) -> None:
         if self._ssd:

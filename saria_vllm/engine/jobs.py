@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection, Iterable
 
 from saria_vllm.metrics import Counts, count
-from saria_vllm.types import JobResult, LoadJob
+from saria_vllm.types import JobResult, LoadJob, PersistJob
 
 LOAD_DEADLINE_S = 30.0
 """A load that takes longer ends as failed: a drive that hangs must not hang a request."""
@@ -29,6 +29,19 @@ class LoadState:
         """Threads that are writing into the load's blocks at this moment."""
 
 
+class PersistState:
+    """A persist job in flight on this rank. Only the thread that writes it touches it."""
+
+    __slots__ = ("failed", "generation", "items", "job_id", "left", "reason")
+
+    def __init__(self, job: PersistJob, generation: int) -> None:
+        self.job_id, self.items, self.generation = job.job_id, job.items, generation
+        """The generation in which the slots were filled."""
+        self.left = job.chunks
+        self.failed: list[int] = []
+        self.reason = ""
+
+
 class Ends:
     """Collects what ended since the last drain. Threads add, the engine's thread drains once per step. One lock, held
     for a few statements."""
@@ -48,6 +61,15 @@ class Ends:
         """A store or persist job ended."""
         with self._lock:
             self._results.append(result)
+
+    def written(self, state: PersistState, position: int, reason: str = "") -> None:
+        """An item of a persist job ended; with a reason it failed."""
+        state.left -= 1
+        if reason:
+            state.failed.append(position)
+            state.reason = state.reason or reason
+        if not state.left:
+            self.job(JobResult(state.job_id, tuple(state.failed), state.reason))
 
     def begin(self, job: LoadJob, now: float) -> LoadState:
         """A load was submitted; it ends when all its items have, or at its deadline."""

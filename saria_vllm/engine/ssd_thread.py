@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from saria_vllm import _native
-from saria_vllm.engine.jobs import Ends, LoadState, pin_this_thread
+from saria_vllm.engine.jobs import Ends, LoadState, PersistState, pin_this_thread
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import SsdEngine
 from saria_vllm.errors import SariaError
 from saria_vllm.storage.drives import NO_ROOM
 from saria_vllm.storage.segments import SegmentStore
-from saria_vllm.types import GroupShape, JobResult, PersistJob
+from saria_vllm.types import GroupShape
 
 REAP_S = 0.002
 """How long a thread with I/O in flight waits before it looks for new work."""
@@ -34,9 +34,8 @@ class Read(NamedTuple):
 
 
 class Write(NamedTuple):
-    job: PersistJob
-    generation: int
-    """In which the slot was filled."""
+    state: PersistState
+    position: int
 
 
 class Retire(NamedTuple):
@@ -181,16 +180,17 @@ class SsdThread:
                 address = self._staging_address + buffer * self._record_bytes
                 self._submit(self._engine.submit_read, _InFlight(op, buffer, checksum, fd), address, nbytes, offset)
                 self._buffers.pop()
-            case Write(job, generation):
-                nbytes = self._shapes[job.group].record_bytes
-                address = self._pool.address(job.slot, nbytes)
-                fd, offset = self._store.write_target(job.group, job.extent)
-                if generation != self._ends.generation:  # The record might be stamped with a newer one than its bytes.
+            case Write(writing, position):
+                write = writing.items[position]
+                nbytes = self._shapes[write.group].record_bytes
+                address = self._pool.address(write.slot, nbytes)
+                fd, offset = self._store.write_target(write.group, write.extent)
+                if writing.generation != self._ends.generation:  # The record might be stamped newer than its bytes.
                     self._store.release(fd)
                     self._fail(op, "stale")
                     return
                 try:
-                    checksum = _native.checksum(address, nbytes, self._store.seed(job.extent, job.key))
+                    checksum = _native.checksum(address, nbytes, self._store.seed(write.extent, write.key))
                 except Exception:
                     self._store.release(fd)
                     raise
@@ -262,13 +262,14 @@ class SsdThread:
                     return
                 self._ends.count("load_bytes", nbytes, "ssd")
                 self._ends.items(state, (position,))
-            case Write(job):
-                nbytes = self._shapes[job.group].record_bytes
+            case Write(writing, position):
+                write = writing.items[position]
+                nbytes = self._shapes[write.group].record_bytes
                 if result != nbytes:
                     raise OSError(errno.EIO, f"short write: {result} of {nbytes} bytes")
-                self._store.commit(job.group, job.extent, job.key, job.parent, flight.checksum)
+                self._store.commit(write.group, write.extent, write.key, write.parent, flight.checksum)
                 self._ends.count("ssd_written_bytes", nbytes)
-                self._ends.job(JobResult(job.job_id))
+                self._ends.written(writing, position)
 
     def _fail(self, op: Read | Write | Retire, reason: str, error: Exception | None = None) -> None:
         what = f"{type(op).__name__.lower()} on SSD failed ({reason})" + (f": {error}" if error else "")
@@ -276,10 +277,11 @@ class SsdThread:
         match op:
             case Read(state, position):
                 self._ends.items(state, (position,), reason)
-            case Write(job):
+            case Write(writing, position):
+                write = writing.items[position]
                 try:
-                    self._store.abandon(job.group, job.extent)
-                    self._store.forget(job.extent)  # In case that it failed behind its commit.
+                    self._store.abandon(write.group, write.extent)
+                    self._store.forget(write.extent)  # In case that it failed behind its commit.
                 except Exception:
                     self._ends.count("internal_errors", 1)
-                self._ends.job(JobResult(job.job_id, (0,), reason))
+                self._ends.written(writing, position, reason)

@@ -10,10 +10,10 @@ from saria_vllm.metrics import count
 from saria_vllm.policy.admission import ADMITS, REASONS, Admission, Reasons
 from saria_vllm.policy.chunks import Chunks
 from saria_vllm.policy.endurance import Governor
-from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Rows
+from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Rows
 from saria_vllm.policy.jobs import Job, Jobs
 from saria_vllm.policy.promotion import Promotion
-from saria_vllm.types import Extent, GroupShape, Ints, PersistJob, Slot
+from saria_vllm.types import Extent, GroupShape, Ints, PersistJob
 
 
 class Evictor:
@@ -188,54 +188,63 @@ class Evictor:
             self.governor.spend(written_bytes * len(rows), now)
         index.ssd[rows] = BUSY
         index.drive[rows], index.segment[rows], index.record[rows] = extents.T
-        self._under_way(extents, self._shapes[group].record_bytes)
+        return [
+            self._persist_job(group, rows[some], extents[some])
+            for drive in range(chunks.extents.drives)
+            for some in self._pieces(group, (extents[:, 0] == drive).nonzero()[0])
+        ]
+
+    def _pieces(self, group: int, positions: Rows) -> list[Rows]:
+        """Jobs of at most a quarter of what may be on its way to a drive: one is written while others end."""
+        assert self._chunks.extents is not None
+        share = self._persist_bytes_max // self._chunks.extents.drives
+        step = max(1, share // 4 // self._shapes[group].record_bytes)
+        return [positions[start : start + step] for start in range(0, len(positions), step)]
+
+    def _persist_job(self, group: int, rows: Rows, extents: Ints) -> PersistJob:
+        index = self._chunks.index
+        job_id, job = self._jobs.begin("persist")
         slots = np.stack((index.slab[rows], index.cell[rows]), 1).astype(np.int32)
-        persists = []
-        for i, (row, slot, extent) in enumerate(zip(rows.tolist(), slots.tolist(), extents.tolist(), strict=True)):
-            job_id, job = self._jobs.begin("persist")
-            job.rows, job.slots, job.extents = rows[i : i + 1], slots[i : i + 1], extents[i : i + 1]
-            key, parent = index.key[row], index.parent[row]
-            persists.append(PersistJob(job_id, group, Slot(*slot), Extent(*extent), key, parent))
-        return persists
+        job.add(rows, slots, extents)
+        self._under_way(job, self._shapes[group].record_bytes)
+        numbers = rows.tolist()
+        keys, parents = tuple(index.key[row] for row in numbers), tuple(index.parent[row] for row in numbers)
+        return PersistJob(job_id, group, keys, parents, slots, extents)
 
     def end_persists(self, jobs: Sequence[Job], now: float) -> None:
         """Writes have ended on all ranks."""
         chunks, extents = self._chunks, self._chunks.extents
         assert extents is not None
-        places = np.concatenate([job.extents for job in jobs])
-        groups = np.array([extents.group_of(Extent(*place)) for place in places.tolist()])
-        for group in np.unique(groups).tolist():
-            self._under_way(places[groups == group], -self._shapes[group].record_bytes)
         for job in jobs:
+            group = extents.group_of(Extent(*job.extents[0].tolist()))
+            self._under_way(job, -self._shapes[group].record_bytes)
             if job.failed:
-                count(chunks.counts, "errors", 1, job.reason)
+                count(chunks.counts, "errors", len(job.failed), job.reason)
                 if job.reason in ("write_failed", "disk_full"):
                     extents.pause(int(job.extents[0, 0]), now)
             if job.stale:
                 self._jobs.give_back(job, chunks.slots)
-        current = [not job.stale for job in jobs]
-        if any(current):
-            failed = np.array([bool(job.failed) for job in jobs])[current]
-            self._persisted(np.concatenate([job.rows for job in jobs if not job.stale]), places[current], failed)
-        extents.release(places)
+            else:
+                self._persisted(group, job)
+            extents.release(job.extents)
 
-    def _under_way(self, extents: Ints, nbytes: int) -> None:
-        """Records of `nbytes` each are on their way to SSD, or, below zero, not any more."""
-        for drive, times in enumerate(np.bincount(extents[:, 0]).tolist()):
-            self._persist_bytes[drive] = self._persist_bytes.get(drive, 0) + nbytes * times
+    def _under_way(self, job: Job, record_bytes: int) -> None:
+        """A job's records of so many bytes are on their way to its drive, or, below zero, not any more."""
+        drive = int(job.extents[0, 0])
+        self._persist_bytes[drive] = self._persist_bytes.get(drive, 0) + record_bytes * len(job.rows)
 
-    def _persisted(self, rows: Rows, places: Ints, failed: Mask) -> None:
-        chunks, index = self._chunks, self._chunks.index
+    def _persisted(self, group: int, job: Job) -> None:
+        chunks, index, rows = self._chunks, self._chunks.index, job.rows
         assert chunks.extents is not None
-        failed = failed | (index.dram[rows] == BAD)
-        chunks.clear_ssd(rows[failed])
-        index.ssd[rows[~failed]] = VALID
-        chunks.extents.filled(places[~failed], rows[~failed])
-        count(chunks.counts, "persisted_chunks", int((~failed).sum()))
+        bad = index.dram[rows] == BAD
+        bad[list(job.failed)] = True
+        chunks.clear_ssd(rows[bad])
+        index.ssd[rows[~bad]] = VALID
+        chunks.extents.filled(job.extents[~bad], rows[~bad])
+        count(chunks.counts, "persisted_chunks", int((~bad).sum()))
         leaving = rows[index.evicting[rows] == 1]
         if leaving.size:
-            for group in range(len(self._shapes)):
-                self.rescue(group, leaving[index.group[leaving] == group])
+            self.rescue(group, leaving)
             assert not index.leases[leaving].any()
             chunks.drop_dram(leaving)
         chunks.settle(rows)

@@ -226,7 +226,7 @@ class Simulator:
         persists = tiers.make_room(time_s)
         if persists:
             tiers.finished([JobResult(persist.job_id) for persist in persists], time_s)
-            self._note_writes([persist.key for persist in persists], time_s)
+            self._note_writes([key for persist in persists for key in persist.keys], time_s)
         result.dram_evicted_tokens += (tiers.chunks.slots.free(0) - free) * self.config.chunk_tokens
 
     def _note_writes(self, keys: list[bytes], time_s: float) -> None:

@@ -22,7 +22,7 @@ from doubles import SHAPES, Fault, Rig, Transfer, from_dram, from_ssd, holdings,
 from saria_vllm.storage import segment as segment_module
 from saria_vllm.storage.segment import Segment
 from saria_vllm.storage.segments import SegmentStore
-from saria_vllm.types import Extent, GroupShape, LoadItem, StoreItem
+from saria_vllm.types import Extent, GroupShape, LoadItem, PersistItem, StoreItem
 
 ENGINES = ["posix", "io_uring"]
 SMALL = GroupShape(0, 16, 1, 4096)
@@ -78,16 +78,19 @@ def test_b05_a_failed_write_is_a_miss_for_ever(
     rig.open()
     monkeypatch.setattr(segment_module, "write_whole", half_written(segment_module.write_whole, 50, rng))
     keys = {b"key%d" % n: Extent(0, n // 16, n % 16) for n in range(1000)}
-    jobs = {}
-    for n, (key, extent) in enumerate(keys.items()):
-        rig.write_slot(0, key, rig.slot(0, n))
-        jobs[key] = rig.persist(0, rig.slot(0, n), extent, key)
-    failed = {key for key, job in jobs.items() if rig.result(job).failed}
+    left = [PersistItem(0, rig.slot(0, n), extent, key, b"") for n, (key, extent) in enumerate(keys.items())]
+    jobs: dict[int, list[bytes]] = {}
+    while left:
+        some, left = left[: (chunks := rng.randint(1, 9))], left[chunks:]
+        for item in some:
+            rig.write_slot(0, item.key, item.slot)
+        jobs[rig.write(*some)] = [item.key for item in some]
+    failed = {written[position] for job, written in jobs.items() for position in rig.result(job).failed}
     rig.check_quiet()
-    assert sorted(rig.results) == sorted(jobs.values())  # each ended, once
+    assert sorted(rig.results) == sorted(jobs)  # each ended, once
     assert 30 <= len(failed) <= 90
     assert len(broken) < len(failed)  # the journal failed too
-    assert {rig.results[jobs[key]][0].reason for key in failed} == {"write_failed", "disk_full"}
+    assert {rig.results[job][0].reason for job in jobs} == {"", "write_failed", "disk_full"}
     assert rig.counts["ssd_written_bytes"] == 4096 * (1000 - len(failed))
     assert "internal_errors" not in rig.counts
     check_all(rig, keys, failed)

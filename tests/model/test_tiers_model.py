@@ -102,16 +102,12 @@ class Flight:
         self.failed: set[int] = set()
 
     def slots(self) -> list[tuple[int, Slot]]:
-        if isinstance(self.job, PersistJob):
-            return [(self.job.group, self.job.slot)]
         return [(item.group, item.slot) for item in self.job.items if item.slot is not None]
 
     def extents(self) -> list[Extent]:
-        if isinstance(self.job, PersistJob):
-            return [self.job.extent]
-        if isinstance(self.job, LoadJob):
-            return [item.extent for item in self.job.items if item.extent is not None]
-        return []
+        if isinstance(self.job, StoreJob):
+            return []
+        return [item.extent for item in self.job.items if item.extent is not None]
 
 
 class TiersMachine(RuleBasedStateMachine):
@@ -256,20 +252,22 @@ class TiersMachine(RuleBasedStateMachine):
                 assert (chunk.group, slot) not in leased, "evicted under a job"
                 del self.dram[chunk]
         for job in persists:
-            chunk, place = Chunk(job.group, job.key), (job.group, job.slot)
-            assert before[chunk] == ("valid", job.slot)
-            assert chunk in self.dram
-            assert chunk not in self.ssd, "written twice"
-            assert place not in self.bad, "a bad slot was persisted"
-            assert job.parent == PARENT[job.key]
-            segment = (job.extent.drive, job.extent.segment)
-            assert segment not in self.retired
-            self.segments_seen.add(segment)
-            assert (job.group, job.extent) not in self.contents[0], "a record was handed out twice"
-            self.ssd[chunk] = ("busy", job.extent)
-            for contents in self.contents:
-                self.assert_holds(contents[place], chunk, self.generation)
-                contents[job.group, job.extent] = TORN
+            assert job.chunks > 0
+            for item in job.items:
+                chunk, place = Chunk(item.group, item.key), (item.group, item.slot)
+                assert before[chunk] == ("valid", item.slot)
+                assert chunk in self.dram
+                assert chunk not in self.ssd, "written twice"
+                assert place not in self.bad, "a bad slot was persisted"
+                assert item.parent == PARENT[item.key]
+                assert item.extent.drive == job.drive, "a drive that hangs would hold up another"
+                assert item.extent[:2] not in self.retired
+                self.segments_seen.add(item.extent[:2])
+                assert (item.group, item.extent) not in self.contents[0], "a record was handed out twice"
+                self.ssd[chunk] = ("busy", item.extent)
+                for contents in self.contents:
+                    self.assert_holds(contents[place], chunk, self.generation)
+                    contents[item.group, item.extent] = TORN
             self.flights[job.job_id] = Flight(job, self.generation, self.ranks)
         if not self.would_fit(coming := self.coming()):
             short = [g for g, more in enumerate(coming) if self.tiers.chunks.slots.free_in_own_slabs(g) < more]
@@ -319,9 +317,8 @@ class TiersMachine(RuleBasedStateMachine):
         """Any rank runs any job, and any item of it may fail."""
         flights = list(self.flights.values())
         flight = flights[job % len(flights)]
-        items = 1 if isinstance(flight.job, PersistJob) else len(flight.job.items)
         rank = flight.ranks_left[rank % len(flight.ranks_left)]
-        self.run_on(flight, rank, {position for position in failing if position < items})
+        self.run_on(flight, rank, {position for position in failing if position < flight.job.chunks})
 
     @precondition(lambda self: self.flights)
     @rule(kind=st.sampled_from([StoreJob, PersistJob, LoadJob, object]))
@@ -357,10 +354,11 @@ class TiersMachine(RuleBasedStateMachine):
                 if not content.sound:
                     failed.add(position)
         else:
-            content = contents[job.group, job.slot]
-            self.assert_holds(content, Chunk(job.group, job.key), flight.generation)
-            if not failed:
-                contents[job.group, job.extent] = content
+            for position, write in enumerate(job.items):
+                content = contents[write.group, write.slot]
+                self.assert_holds(content, Chunk(write.group, write.key), flight.generation)
+                if position not in failed:
+                    contents[write.group, write.extent] = content
         flight.ranks_left.remove(rank)
         flight.failed |= failed
         result = JobResult(job.job_id, tuple(sorted(failed)), "checksum" if failed else "")
@@ -395,17 +393,18 @@ class TiersMachine(RuleBasedStateMachine):
                 for item in job.items:
                     self.free_bad(Chunk(item.group, item.key))
         elif not stale:
-            chunk = Chunk(job.group, job.key)
-            evicting = self.evicted_meanwhile(chunk, job.slot)
-            if flight.failed or self.dram[chunk][0] == "bad":
-                del self.ssd[chunk]
-                if not flight.failed:
-                    self.bad.add((job.group, job.extent))
-            else:
-                self.ssd[chunk] = ("valid", job.extent)
-            if evicting:
-                del self.dram[chunk]
-            self.free_bad(chunk)
+            for position, write in enumerate(job.items):
+                chunk = Chunk(write.group, write.key)
+                evicting = self.evicted_meanwhile(chunk, write.slot)
+                if position in flight.failed or self.dram[chunk][0] == "bad":
+                    del self.ssd[chunk]
+                    if position not in flight.failed:
+                        self.bad.add((write.group, write.extent))
+                else:
+                    self.ssd[chunk] = ("valid", write.extent)
+                if evicting:
+                    del self.dram[chunk]
+                self.free_bad(chunk)
 
     def evicted_meanwhile(self, chunk: Chunk, slot: Slot) -> bool:
         """An eviction that waited for this write frees the slot now; a load since then would have stopped it."""
@@ -500,7 +499,8 @@ class TiersMachine(RuleBasedStateMachine):
             writing = [
                 self.shapes[flight.job.group].record_bytes
                 for flight in self.flights.values()
-                if isinstance(flight.job, PersistJob) and flight.job.extent.drive == drive
+                if isinstance(flight.job, PersistJob) and flight.job.drive == drive
+                for _ in flight.job.items
             ]
             assert sum(writing) <= max(self.persist_bytes_max // DRIVES, *writing, 0)
         if tiers.chunks.extents is not None:

@@ -32,6 +32,7 @@ from saria_vllm.types import (
     LoadPart,
     OpenedSsd,
     OpenSsd,
+    PersistItem,
     PersistJob,
     Slot,
     StoreItem,
@@ -303,8 +304,12 @@ class Rig:
         return job_id
 
     def persist(self, group: int, slot: Slot, extent: Extent, key: bytes, parent: bytes = b"") -> int:
+        return self.write(PersistItem(group, slot, extent, key, parent))
+
+    def write(self, *items: PersistItem) -> int:
+        """The same of several chunks of one group and drive in one job."""
         job_id = next(self._jobs)
-        self.executor.submit_persists([PersistJob(job_id, group, slot, extent, key, parent)])
+        self.executor.submit_persist(persist_job(job_id, *items))
         return job_id
 
     def poll(self) -> None:
@@ -358,6 +363,12 @@ def from_dram(group: int, blocks: Sequence[int], slot: Slot, key: bytes = b"k") 
 
 def from_ssd(group: int, blocks: Sequence[int], extent: Extent, key: bytes) -> LoadItem:
     return LoadItem(group, tuple(blocks), None, extent, key)
+
+
+def persist_job(job_id: int, *items: PersistItem) -> PersistJob:
+    """Of items of one group and drive."""
+    groups, slots, extents, keys, parents = zip(*items, strict=True)
+    return PersistJob(job_id, groups[0], keys, parents, np.array(slots, np.int32), np.array(extents, np.int32))
 
 
 def store_job(job_id: int, items: Sequence[StoreItem]) -> StoreJob:

@@ -13,7 +13,7 @@ from saria_vllm.policy.admission import REASONS, THRESHOLD_LOWEST, Return, make_
 from saria_vllm.policy.endurance import Governor
 from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.returns import FEATURES, NO_RETURN_S, LogisticModel, Returns
-from tier_steps import blocks, end, evict_all, make_tiers
+from tier_steps import blocks, end, evict_all, keys_of, make_tiers
 
 HOUR = 3600.0
 
@@ -131,7 +131,7 @@ def reasons(tiers: object) -> dict[str, int]:
 def test_what_was_just_used_is_written_and_what_is_long_idle_is_not() -> None:
     tiers = make_tiers(admission=AdmissionConfig())
     turn(tiers, [b"a", b"b"], 0.0)
-    assert len(evict_all(tiers, now=30.0)) == 2
+    assert len(keys_of(evict_all(tiers, now=30.0))) == 2
     turn(tiers, [b"x", b"y"], 100.0)
     assert evict_all(tiers, now=100.0 + 5 * HOUR) == []
     assert reasons(tiers) == {"return_likely": 2, "return_unlikely": 2}
@@ -151,7 +151,7 @@ def test_the_write_budget_moves_the_threshold() -> None:
         governor = tiers.evictor.governor = Governor(10**9, 10**10, now=0.0)
         governor.spend(int(governor.room(0.0) * (1 - level)), 0.0)
         turn(tiers, [b"a", b"b"], 0.0)
-        return len(evict_all(tiers, now=60.0))
+        return len(keys_of(evict_all(tiers, now=60.0)))
 
     assert written(level=1.0) == 2
     assert written(level=0.01) == 0
@@ -163,10 +163,10 @@ def test_score_wants_reuse_that_outlives_dram() -> None:
     turn(tiers, [b"a", b"b"], 0.0)
     index = tiers.chunks.index
     index.reuses[index.find(0, [b"a"])] = 1
-    assert [job.key for job in evict_all(tiers, now=100.0)] == []
+    assert keys_of(evict_all(tiers, now=100.0)) == []
     turn(tiers, [b"a", b"b"], 200.0)
     index.touched[index.find(0, [b"a"])] = 1000.0
-    assert [job.key for job in evict_all(tiers, now=1001.0)] == [b"a"], "one reuse in 800 s, longer than DRAM keeps it"
+    assert keys_of(evict_all(tiers, now=1001.0)) == [b"a"], "one reuse in 800 s, longer than DRAM keeps it"
     assert reasons(tiers) == {"score_low": 3, "score_high": 1}
 
 

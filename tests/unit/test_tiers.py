@@ -20,6 +20,7 @@ from tier_steps import (
     evict_all,
     eviction_order,
     is_loading,
+    keys_of,
     make_tiers,
     match,
     on_ssd,
@@ -114,7 +115,7 @@ def test_persisting_does_not_change_the_order() -> None:
     tiers = make_tiers()
     store(tiers, KEYS[:4])
     jobs = tiers.make_room(0.0)
-    assert [job.key for job in jobs] == KEYS[:4]
+    assert keys_of(jobs) == KEYS[:4]
     end(tiers, *jobs)
     assert eviction_order(tiers) == [b"k3", b"k2", b"k1", b"k0"]
 
@@ -147,7 +148,7 @@ def test_slots_on_their_way_count_as_headroom() -> None:
     tiers = make_tiers(8, admission=AdmissionConfig(policy="saria", evictions=1), headroom=3)
     store(tiers, KEYS[:8])
     jobs = tiers.make_room(0.0)
-    assert len(jobs) == 3
+    assert len(keys_of(jobs)) == 3
     assert tiers.make_room(0.0) == []
     assert match(tiers, KEYS, 0, 12) == 8, "still a hit while it is written"
     end(tiers, *jobs)
@@ -194,7 +195,7 @@ def test_the_second_eviction_persists_by_default() -> None:
     assert match(tiers, KEYS, 0, 1) == 0
     store(tiers, KEYS[:1])
     (job,) = evict_all(tiers)
-    assert (job.key, job.parent) == (b"k0", b"")
+    assert [(item.key, item.parent) for item in job.items] == [(b"k0", b"")]
     end(tiers, job)
     assert tiers.chunks.counts["admission:not_yet"] == tiers.chunks.counts["admission:eviction_count"] == 1
     assert tier_tokens(tiers, KEYS, 0, 1) == (0, 16)
@@ -217,7 +218,7 @@ def test_the_nth_reuse_persists_before_eviction() -> None:
     assert tiers.make_room(0.0) == []
     touch(tiers, KEYS, 2, 1)
     (job,) = tiers.make_room(0.0)
-    assert job.key == b"k0"
+    assert job.keys == (b"k0",)
     end(tiers, job)
     touch(tiers, KEYS, 2, 1)
     assert tiers.make_room(0.0) == [], "written once"
@@ -229,7 +230,7 @@ def test_full_duplicate_writes_each_chunk_once_before_eviction() -> None:
     tiers = make_tiers()
     store(tiers, KEYS[:3])
     jobs = tiers.make_room(0.0)
-    assert [job.key for job in jobs] == KEYS[:3]
+    assert keys_of(jobs) == KEYS[:3]
     end(tiers, *jobs)
     assert evict_all(tiers) == []
     assert match(tiers, KEYS, 0, 12) == 3
@@ -261,7 +262,7 @@ def test_over_the_persist_bound_evicted_chunks_are_dropped_and_counted() -> None
     tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), persist_records=2)
     store(tiers, KEYS[:5])
     jobs = evict_all(tiers)
-    assert [job.key for job in jobs] == [b"k4", b"k3"]
+    assert keys_of(jobs) == [b"k4", b"k3"]
     assert tiers.chunks.counts["dropped_chunks:persist_queue_full"] == 3
     assert tiers.chunks.counts["evicted_chunks:dropped"] == 3
     end(tiers, *jobs)
@@ -275,8 +276,8 @@ def test_over_the_persist_bound_early_persists_wait() -> None:
     written = []
     for expected in (2, 2, 1, 0):
         jobs = tiers.make_room(0.0)
-        assert len(jobs) == expected
-        written += [job.key for job in jobs]
+        assert len(keys_of(jobs)) == expected
+        written += keys_of(jobs)
         assert tiers.make_room(0.0) == []
         end(tiers, *jobs)
     assert written == KEYS[:5]
@@ -286,7 +287,7 @@ def test_over_the_persist_bound_early_persists_wait() -> None:
 def test_a_record_larger_than_the_bound_is_written_alone() -> None:
     tiers = make_tiers(persist_records=0)
     store(tiers, KEYS[:2])
-    assert len(tiers.make_room(0.0)) == 1
+    assert len(keys_of(tiers.make_room(0.0))) == 1
 
 
 def test_a_load_during_the_write_of_an_evicted_chunk_rescues_it() -> None:
@@ -294,7 +295,7 @@ def test_a_load_during_the_write_of_an_evicted_chunk_rescues_it() -> None:
     store(tiers, KEYS[:1])
     (persist,) = evict_all(tiers)
     load = plan_load(tiers, KEYS[:1])
-    assert load.items[0].slot == persist.slot
+    assert load.items[0].slot == persist.items[0].slot
     end(tiers, persist)
     assert tiers.chunks.slots.used == [1], "the slot is being read"
     end(tiers, load)
@@ -316,13 +317,13 @@ def test_evicting_a_chunk_that_is_being_written_waits_for_that_write() -> None:
 
 
 def test_a_failed_write_pauses_the_drive_and_drops_the_evicted_chunk() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1))
+    """The others of its job are on SSD."""
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), persist_records=12)
     store(tiers, KEYS[:3])
-    first, *rest = evict_all(tiers)
-    end(tiers, first, failed=(0,), now=100.0, reason="write_failed")
-    end(tiers, *rest)
-    assert match(tiers, [first.key], 0, 1) == 0
-    assert tiers.chunks.counts["errors:write_failed"] == 1
+    end(tiers, *evict_all(tiers), failed=(0, 2), now=100.0, reason="write_failed")
+    assert [match(tiers, [key], 0, 1) for key in KEYS[:3]] == [0, 1, 0]
+    assert tiers.chunks.counts["errors:write_failed"] == 2
+    assert tiers.chunks.counts["persisted_chunks"] == 1
     store(tiers, [b"x", b"y"])
     assert evict_all(tiers, now=109.0) == []
     assert tiers.chunks.counts["dropped_chunks:ssd_full"] == 2
@@ -337,7 +338,7 @@ def test_a_failed_early_write_keeps_the_chunk_in_dram() -> None:
     end(tiers, persist, failed=(0,))
     assert tier_tokens(tiers, KEYS, 0, 1) == (16, 0)
     (again,) = evict_all(tiers, now=60.0)
-    assert again.extent != persist.extent
+    assert again.items[0].extent != persist.items[0].extent
 
 
 def test_under_the_cap_the_oldest_segment_goes_with_its_chunks() -> None:
@@ -446,7 +447,7 @@ def test_two_loads_of_one_bad_record_end_while_the_chunk_is_stored_again() -> No
     end(tiers, second, failed=(0,))
     assert match(tiers, KEYS, 0, 1) == 1, "the better copies are kept"
     evict_all(tiers)
-    assert plan_load(tiers, KEYS[:1]).items[0].extent == persist.extent
+    assert plan_load(tiers, KEYS[:1]).items[0].extent == persist.items[0].extent
 
 
 def test_shared_loads_are_counted() -> None:
@@ -489,10 +490,10 @@ def test_a_chunk_worth_a_write_waits_while_half_of_the_headroom_is_there() -> No
     tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), headroom=4, persist_records=1)
     store(tiers, KEYS[:6])
     first = tiers.make_room(0.0)
-    assert [job.key for job in first] == [b"k5"], "two slots are free: the rest may wait"
+    assert keys_of(first) == [b"k5"], "two slots are free: the rest may wait"
     assert tiers.make_room(0.0) == []
     end(tiers, *first)
-    assert [job.key for job in tiers.make_room(0.0)] == [b"k4"]
+    assert keys_of(tiers.make_room(0.0)) == [b"k4"]
     assert "dropped_chunks:persist_queue_full" not in tiers.chunks.counts
     store(tiers, KEYS[6:8])
     tiers.make_room(0.0)
@@ -516,11 +517,20 @@ def test_a_drive_whose_writes_never_end_holds_up_no_other() -> None:
     for number in range(8):
         store(tiers, [b"%d.%d" % (number, n) for n in range(4)])
         for persist in evict_all(tiers):
-            if persist.extent.drive == 1:
+            if persist.drive == 1:
                 end(tiers, persist)
-                written += 1
+                written += persist.chunks
     assert written >= 8, "drive 1 goes on, two at a time"
-    assert sum(job.kind == "persist" for job in tiers.jobs.live.values()) == 2, "drive 0 has its share in flight"
+    in_flight = [len(job.rows) for job in tiers.jobs.live.values() if job.kind == "persist"]
+    assert sum(in_flight) == 2, "drive 0 has its share in flight"
+
+
+def test_a_job_is_a_quarter_of_what_may_be_on_its_way_to_its_drive() -> None:
+    tiers = two_drives(persist_records=24)
+    store(tiers, KEYS)
+    jobs = evict_all(tiers)
+    assert [(job.drive, job.chunks) for job in jobs] == [(0, 3), (0, 3), (1, 3), (1, 3)]
+    assert sorted(keys_of(jobs)) == sorted(KEYS)
 
 
 def test_what_came_too_late_is_kept_and_its_drive_left_alone_for_a_while() -> None:

@@ -38,7 +38,7 @@ def test_found_chunks_are_offered_from_where_they_were_found() -> None:
     assert tiers.chunks.counts["recovered_chunks"] == 2
     store(tiers, [b"new"])
     (persist,) = tiers.make_room(0.0)
-    assert persist.extent == Extent(0, 9, 0)
+    assert persist.items[0].extent == Extent(0, 9, 0)
 
 
 def test_what_does_not_fit_this_configuration_is_not_adopted() -> None:
@@ -95,7 +95,7 @@ def test_reset_forgets_everything_and_frees_idle_slots_at_once() -> None:
 
 
 def test_reset_with_jobs_in_flight_frees_their_slots_and_segments_once_at_their_end() -> None:
-    tiers = make_tiers(records=2)
+    tiers = make_tiers(records=2, persist_records=4)
     store(tiers, KEYS[:2])
     (persist_0, persist_1), loads = tiers.make_room(0.0), [plan_load(tiers, KEYS[:2]) for _ in range(2)]
     pending = plan_store(tiers, [b"x", b"y"])

@@ -104,6 +104,10 @@ def evict_all(tiers: Tiers, now: float = 0.0) -> list[PersistJob]:
     return jobs
 
 
+def keys_of(jobs: Sequence[PersistJob]) -> list[bytes]:
+    return [key for job in jobs for key in job.keys]
+
+
 def eviction_order(tiers: Tiers, group: int = 0) -> list[bytes]:
     index, order = tiers.chunks.index, tiers.chunks.recency[group].order()
     return [index.key[row] for row in order if index.evictable(np.array([row]))[0]]
