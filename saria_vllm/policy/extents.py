@@ -71,37 +71,47 @@ class ExtentAllocator:
     def take(self, group: int, count: int, room: Sequence[int], now: float) -> tuple[Ints, Rows]:
         """Records to write as rows of (drive, segment, record), and the rows that lost their SSD copy to make room.
 
-        Fewer than `count` when no drive takes more; each takes at most `room[drive]`.
+        The drives take turns, so that a prefix is read from all of them; each takes at most `room[drive]`. Fewer than
+        `count` when no drive takes more.
         """
-        taken: list[Extent] = []
-        lost: list[Rows] = []
-        room = list(room)
-        while len(taken) < count and (extent := self._take(group, room, now, lost)) is not None:
-            taken.append(extent)
-            room[extent.drive] -= 1
-        return np.array(taken, np.int32).reshape(-1, 3), np.concatenate(lost) if lost else NO_ROWS
+        taken, nth = [np.empty((0, 3), np.int32)], [np.empty(0, np.int64)]
+        lost = [NO_ROWS]
+        left = list(room)
+        turns = [(self._turn + number) % self.drives for number in range(self.drives)]
+        drives = [d for d in turns if now >= self._paused_until[d] and room[d] > 0 and self._records[group]]
+        self._turn += count
+        while count and drives:
+            share = -(-count // len(drives))
+            for drive in tuple(drives):
+                wanted = min(share, count, left[drive])
+                extents = self._take_from(drive, group, wanted, lost)
+                before = room[drive] - left[drive]
+                taken.append(extents)
+                nth.append(np.arange(before, before + len(extents)))
+                left[drive] -= len(extents)
+                count -= len(extents)
+                if len(extents) < wanted or not left[drive]:
+                    drives.remove(drive)
+        in_turns = np.argsort(np.concatenate(nth), kind="stable")
+        return np.concatenate(taken)[in_turns], np.concatenate(lost)
 
     def group_of(self, extent: Extent) -> int:
         """The group of an extent that is in use."""
         return self.segment(extent).group
 
-    def _take(self, group: int, room: Sequence[int], now: float, lost: list[Rows]) -> Extent | None:
-        if not self._records[group]:
-            return None
-        for _ in self._by_drive:
-            drive = self._turn = (self._turn + 1) % len(self._by_drive)
-            if now < self._paused_until[drive] or room[drive] <= 0:
-                continue
-            segment = self._open.get((drive, group)) or self._new_segment(drive, group, lost)
-            if segment is None:
-                continue
-            extent = Extent(drive, segment.id, segment.used)
-            segment.used += 1
-            segment.busy += 1
+    def _take_from(self, drive: int, group: int, count: int, lost: list[Rows]) -> Ints:
+        runs = [np.empty((0, 3), np.int32)]
+        while count and (segment := self._open.get((drive, group)) or self._new_segment(drive, group, lost)):
+            some = min(count, len(segment.rows) - segment.used)
+            run = np.empty((some, 3), np.int32)
+            run[:, 0], run[:, 1], run[:, 2] = drive, segment.id, np.arange(segment.used, segment.used + some)
+            runs.append(run)
+            segment.used += some
+            segment.busy += some
+            count -= some
             if segment.used == len(segment.rows):
                 del self._open[drive, group]
-            return extent
-        return None
+        return np.concatenate(runs)
 
     def _new_segment(self, drive: int, group: int, lost: list[Rows]) -> Segment | None:
         segments = self._by_drive[drive]

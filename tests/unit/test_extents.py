@@ -41,9 +41,20 @@ def test_segments_are_filled_in_order_and_ids_never_repeat() -> None:
 def test_drives_take_turns_and_groups_have_segments_of_their_own() -> None:
     extents = ExtentAllocator(2, 10, [4, 2])
     taken = [write(extents, row, group)[0] for row, group in enumerate([0, 0, 1, 1, 0, 0])]
-    assert [extent.drive for extent in taken if extent] == [1, 0, 1, 0, 1, 0]
+    assert [extent.drive for extent in taken if extent] == [0, 1, 0, 1, 0, 1]
     assert len({(extent.drive, extent.segment) for extent in taken if extent}) == 4
     assert extents.segments() == 4
+
+
+def test_a_batch_goes_to_all_drives_in_turn_as_far_as_each_has_room() -> None:
+    extents = ExtentAllocator(3, 10, [4])
+    taken, _ = extents.take(0, 9, [9, 1, 3], 0.0)
+    assert taken[:, 0].tolist() == [0, 1, 2, 0, 2, 0, 2, 0, 0]
+    assert taken[taken[:, 0] == 0].tolist() == [[0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 3, 0]]
+    extents.pause(1, 0.0)
+    taken, _ = extents.take(0, 4, [1, 9, 9], 0.0)
+    assert sorted(taken[:, 0].tolist()) == [0, 2, 2, 2]
+    assert len(extents.take(0, 9, [0, 9, 0], 0.0)[0]) == 0
 
 
 def test_the_oldest_segment_is_retired_under_the_cap() -> None:
@@ -133,10 +144,8 @@ def test_adopted_segments_are_read_not_filled_and_retired_by_age() -> None:
     assert adopt(extents, Extent(0, 4, 2), 0, row=3)
     extents.end_adoption(12, ())
     assert extents.segment(Extent(0, 4, 0)).rows.tolist() == [2, -1, 3]
-    assert write(extents, 10)[0] == Extent(1, 12, 0)
-    extent, lost = write(extents, 11)
-    assert extent == Extent(0, 13, 0)
-    assert lost == [2, 3]
+    assert write(extents, 10) == (Extent(0, 12, 0), [2, 3])
+    assert write(extents, 11) == (Extent(1, 13, 0), [])
     assert extents.retired == [(0, 4)]
 
 
