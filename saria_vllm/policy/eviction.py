@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,7 +70,8 @@ class Evictor:
     def _persist_wanted(self, now: float) -> list[PersistJob]:
         index, persists = self._chunks.index, []
         for group in range(len(self._shapes)):
-            mine = [row for row in self._wanted if index.group[row] == group][: self._queue_room(group)]
+            waiting = (row for row in self._wanted if index.group[row] == group)
+            mine = list(itertools.islice(waiting, self._queue_room(group)))
             for row in mine:
                 del self._wanted[row]
             rows = np.array(mine, np.int32)
@@ -114,9 +116,10 @@ class Evictor:
             # a disk.
             stop = int(over[0])
             if stop == 0:
-                if chunks.slots.slabs_short([-(-wanted // 2) for wanted in self._headroom]) <= 0:
+                half = [-(-wanted // 2) for wanted in self._headroom]
+                if chunks.slots.slabs_short(half) <= 0:
                     return [], False
-                stop = 1
+                stop = max(1, half[group] - chunks.slots.free(group))
         rows, admitted, reasons = rows[:stop], admitted[:stop], reasons[: int(new[:stop].sum())]
         index.evictions[rows] = np.minimum(index.evictions[rows], 0xFE) + 1
         self._promotion.evicted(int(index.promoted[rows].sum()), now)
