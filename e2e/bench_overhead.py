@@ -30,6 +30,7 @@ import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from models import ensure_model
 from reloading import HERE, connector, counters, make_prompt
@@ -105,10 +106,8 @@ class Arm:
         """Prefix requests beside the decoding one, by pair."""
         self.moved: list[dict[str, float]] = []
         """What our counters say of it, by pair."""
-        self.steps: list[float] = []
-        """ms inside the connector's methods, by engine step."""
-        self.ran: dict[str, list[tuple[float, str]]] = defaultdict(list)
-        """ms of it in which its thread ran, and the method that ran longest, by half and step."""
+        self.windows: list[tuple[int, int]] = []
+        """When each pair began and ended, as `time.time_ns`."""
         self.connected = name != "plain"
         ssd = folder / "ssd"
         ssd.mkdir(parents=True)
@@ -161,16 +160,12 @@ class Arm:
         self.freeze(False)
         self.server.complete(self.prefixes[-1], ANSWER_TOKENS)
         before = counters(self.server) if self.connected else {}
-        lines_before = len(_read(self.times))
+        began_ns = time.time_ns()
         gaps, requests = decode_beside(self.server, self.prefixes, self.seconds)
         self.gaps.append(gaps)
         self.requests.append(requests)
         after = counters(self.server) if self.connected else {}
-        spent: dict[int, float] = defaultdict(float)
-        for half, step, spent_ns, ran_ns, longest in _read(self.times)[lines_before:]:
-            spent[step] += spent_ns / 1e6
-            self.ran[half].append((ran_ns / 1e6, longest))
-        self.steps += spent.values()
+        self.windows.append((began_ns, time.time_ns()))
         self.moved.append({name: value - before.get(name, 0) for name, value in after.items()})
         self.freeze(True)
 
@@ -193,12 +188,27 @@ def _python_path() -> list[str]:
     return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
-def _read(path: Path) -> list[tuple[str, int, int, int, str]]:
-    """(half, step, nanoseconds inside, nanoseconds that its thread ran, the method that ran longest)."""
-    if not path.exists():
-        return []
-    rows = (line.split() for line in path.read_text().splitlines())
-    return [(half, int(step), int(spent), int(ran), longest) for half, step, spent, ran, longest in rows]
+class Inside(NamedTuple):
+    """A step of one half inside the connector's methods, in ms."""
+
+    half: str
+    step: int
+    wall: float
+    own: float
+    """Without the time that its thread could have run and waited for its core, which others had."""
+    longest: str
+    """The method that took longest of its own."""
+
+
+def inside(arm: Arm) -> list[Inside]:
+    """The steps that ended while the arm was measured."""
+    steps = []
+    for line in arm.times.read_text().splitlines():
+        half, step, ended_ns, spent_ns, waited_ns, longest = line.split()
+        if any(began <= int(ended_ns) <= ended for began, ended in arm.windows):
+            spent, waited = int(spent_ns) / 1e6, int(waited_ns) / 1e6
+            steps.append(Inside(half, int(step), spent, spent - waited, longest))
+    return steps
 
 
 def main() -> int:
@@ -236,16 +246,22 @@ def spread(values: Sequence[float]) -> str:
 def summary(plain: Arm, arm: Arm) -> bool:
     """Print an arm's figures over the plain ones; whether they meet the targets."""
     ratios = [arm.median_ms(pair) / plain.median_ms(pair) for pair in range(len(arm.gaps))]
+    halves = inside(arm)
+    wall, own = defaultdict(float), defaultdict(float)
+    for half in halves:
+        wall[half.step] += half.wall
+        own[half.step] += half.own
     print(
         f"{arm.name}: inter-token median over plain: median of {len(ratios)} pairs {statistics.median(ratios):.3f} "
-        f"(min {min(ratios):.3f}, max {max(ratios):.3f}); inside our methods per step: {spread(arm.steps)}, "
-        f"n {len(arm.steps)}"
+        f"(min {min(ratios):.3f}, max {max(ratios):.3f}); inside our methods per step, n {len(wall)}: "
+        f"{spread(list(wall.values()))}; without waiting for the core: {spread(list(own.values()))}"
     )
-    for half, ran in arm.ran.items():
-        slowest = Counter(method for _, method in sorted(ran)[-max(1, len(ran) // 100) :])
+    for name in ("scheduler", "worker"):
+        steps = sorted((half.own, half.longest) for half in halves if half.half == name)
+        slowest = Counter(longest for _, longest in steps[-max(1, len(steps) // 100) :])
         methods = ", ".join(f"{method} {count}" for method, count in slowest.most_common())
-        print(f"  of it running, {half} half: {spread([ms for ms, _ in ran])}; longest in the slowest 1 %: {methods}")
-    return statistics.median(ratios) <= INTER_TOKEN_MAX and quantile(arm.steps, 0.99) <= STEP_P99_MS_MAX
+        print(f"  {name} half of that: {spread([ms for ms, _ in steps])}; longest in the slowest 1 %: {methods}")
+    return statistics.median(ratios) <= INTER_TOKEN_MAX and quantile(list(wall.values()), 0.99) <= STEP_P99_MS_MAX
 
 
 if __name__ == "__main__":
