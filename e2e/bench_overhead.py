@@ -235,7 +235,7 @@ def main() -> int:
                     f"{arm.moved_text(pair)}",
                     flush=True,
                 )
-    met = [summary(arms["plain"], arms[name]) for name in ("reload", "write")]
+        met = [summary(arms["plain"], arms[name]) for name in ("reload", "write")]
     return int(not all(met))
 
 

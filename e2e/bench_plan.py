@@ -34,6 +34,7 @@ SHAPE = GroupShape(0, 16, BLOCKS, 1 << 18)
 PREFIX_CHUNKS = 8192
 HITS = (512, PREFIX_CHUNKS)
 BATCH = 64
+SLAB_SLOTS = 32
 FOUND_CHUNKS = 100_000
 REQUESTS = 64
 
@@ -63,9 +64,10 @@ def show(what: str, seconds: Sequence[float], unit: str = "ms") -> None:
 
 
 def make_tiers(slots: int, headroom: int) -> Tiers:
+    assert slots % SLAB_SLOTS == 0
     admission = make_admission(AdmissionConfig(), SHAPE.block_tokens * BLOCKS)
     return Tiers(
-        [SHAPE], SlotAllocator(1, [slots]), None, admission,
+        [SHAPE], SlotAllocator(slots // SLAB_SLOTS, [SLAB_SLOTS]), None, admission,
         ghosts_max=1_000_000, headroom=[headroom], persist_bytes_max=1 << 28,
     )  # fmt: skip
 
@@ -105,7 +107,7 @@ def planning(chunks: int, rounds: int) -> None:
             began = time.perf_counter()
             tiers.arrived(prefix, hit, now())
             tiers.tier_tokens(prefix, 0, hit)
-            job = tiers.plan_load("request", prefix, 0, hit, blocks(hit), now())
+            job = tiers.plan_load("request", prefix, 0, hit, blocks(hit))
             planned.append(time.perf_counter() - began)
             tiers.finished([JobResult(job.job_id)], now())
         show(f"lookup of a hit of {hit:,} chunks, keys new", matched)

@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
+from rows import Row, Rows
+
 POLICIES = ["dram_only", "full_duplicate", "saria", "return", "return:threshold=0.66", "return:threshold=0.78", "score"]
 STARTS, SEEDS = ["12h", "4h", "2h"], [1, 2, 3]
 
-Key = tuple[str, str, int]
 
-
-def simulate(trace: str, key: Key) -> dict[str, float]:
+def simulate(trace: str, key: tuple[str, str, int]) -> Row:
     policy, starts, seed = key
     command = [
         sys.executable, "-m", "saria_vllm.cli", "simulate", "--trace", trace, "--starts", starts,
@@ -31,7 +31,7 @@ def simulate(trace: str, key: Key) -> dict[str, float]:
         "--admission", policy, "--json",
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    row: dict[str, float] = json.loads(done.stdout)
+    row: Row = json.loads(done.stdout)
     return row
 
 
@@ -42,24 +42,18 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("out/policy.jsonl"))
     arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    rows: dict[Key, dict[str, float]] = {}
-    if arguments.out.exists():
-        for line in arguments.out.read_text().splitlines():
-            key, row = json.loads(line)
-            rows[tuple(key)] = row
+    rows = Rows(arguments.out)
     policies = arguments.policy or [*POLICIES, "oracle"]
     wanted = [(policy, starts, seed) for seed in SEEDS for policy in policies for starts in STARTS]
     missing = [key for key in wanted if key not in rows]
-    with ThreadPoolExecutor(arguments.jobs) as pool, arguments.out.open("a") as out:
+    with ThreadPoolExecutor(arguments.jobs) as pool:
         for key, row in zip(missing, pool.map(lambda key: simulate(arguments.trace, key), missing), strict=True):
-            rows[key] = row
-            print(json.dumps([key, row]), file=out, flush=True)
+            rows.add(key, row)
             print(f"{key}: hit {row['hit_rate']:.2%}, {row['ssd_write_tokens'] / 1e6:.1f}M written", file=sys.stderr)
     report(rows)
 
 
-def report(rows: dict[Key, dict[str, float]]) -> None:
+def report(rows: Rows) -> None:
     policies = list(dict.fromkeys(policy for policy, _, _ in rows))
 
     def average(policy: str, name: str, starts: str) -> float:

@@ -12,13 +12,13 @@ FILE are not repeated.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
+from rows import Row, Rows
 from saria_vllm.cli.simulate import parse_admission, parse_seconds
 from saria_vllm.sim.arrivals import arrivals_with_ids, starts
 from saria_vllm.sim.formats import Trace, read_trace
@@ -28,11 +28,9 @@ FIXED = ["0.0", "0.25", "0.5", "0.75", "1.0"]
 STARTS = ["12h", "4h", "2h"]
 DRAM_TOKENS, SSD_TOKENS, SSD_INGRESS_RATIO = 2_200_000, 32_000_000, 0.5
 
-Key = tuple[int, str, str, str]
-"""Tokens of a chunk, admission, starts, promotion."""
 
-
-def simulate(trace: Trace, key: Key, seed: int) -> dict[str, float]:
+def simulate(trace: Trace, key: tuple[int, str, str, str], seed: int) -> Row:
+    """`key`: tokens of a chunk, admission, starts, promotion."""
     chunk_tokens, admission, window, promotion = key
     began = time.monotonic()
     config = SimConfig(
@@ -66,28 +64,21 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("out/promotion.jsonl"))
     arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    rows: dict[Key, dict[str, float]] = {}
-    if arguments.out.exists():
-        for line in arguments.out.read_text().splitlines():
-            key, row = json.loads(line)
-            rows[tuple(key)] = row
+    rows = Rows(arguments.out)
     trace = read_trace(arguments.trace)
     promotions = [text if text == "auto" else str(float(text)) for text in arguments.promotion] or [*FIXED, "auto"]
-    with arguments.out.open("a") as out:
-        for promotion in promotions:
-            for window in arguments.starts or STARTS:
-                wanted = (arguments.chunk_tokens, arguments.admission, window, promotion)
-                if wanted in rows:
-                    continue
-                row = simulate(trace, wanted, arguments.start_seed)
-                rows[wanted] = row
-                print(json.dumps([wanted, row]), file=out, flush=True)
-                print(f"{wanted}: mean {row['transfer_mean']:.2f}, {row['wall_s']:.0f} s", file=sys.stderr, flush=True)
+    for promotion in promotions:
+        for window in arguments.starts or STARTS:
+            wanted = (arguments.chunk_tokens, arguments.admission, window, promotion)
+            if wanted in rows:
+                continue
+            row = simulate(trace, wanted, arguments.start_seed)
+            rows.add(wanted, row)
+            print(f"{wanted}: mean {row['transfer_mean']:.2f}, {row['wall_s']:.0f} s", file=sys.stderr, flush=True)
     report(rows, arguments.chunk_tokens, arguments.admission)
 
 
-def report(rows: dict[Key, dict[str, float]], chunk_tokens: int, admission: str) -> None:
+def report(rows: Rows, chunk_tokens: int, admission: str) -> None:
     print(
         "| starts | promotion | mean T | over best fixed | slowest 5 % | slowest 10 % | DRAM evictions, M tokens "
         "| hit % | written, M tokens |"

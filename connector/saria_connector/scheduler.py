@@ -199,9 +199,9 @@ class SchedulerSide:
         if not state.arrived:
             state.arrived = True
             self.tiers.arrived(self._prefix(state), state.hit_end, self._clock())
+        elif external > 0 or not any(state.sources):  # What is stored next goes behind a recent prefix.
+            self.tiers.touch(state.prefix, state.hit_end, 0, self._clock())
         if external <= 0:
-            if not any(state.sources):  # All of the hit is in HBM: what is stored next goes behind a recent prefix.
-                self.tiers.touch(state.prefix, state.hit_end, 0, self._clock())
             return True
         computed, end_tokens = state.asked_computed, state.asked_computed + external
         first, end = computed // self._chunk_tokens, -(-end_tokens // self._chunk_tokens)
@@ -211,7 +211,7 @@ class SchedulerSide:
             for table in tables
         ]
         state.sources = self.tiers.tier_tokens(state.prefix, first, end)
-        job = self.tiers.plan_load(request.request_id, state.prefix, first, end, chunks, self._clock())
+        job = self.tiers.plan_load(request.request_id, state.prefix, first, end, chunks)
         self._loads.append((self.ssd.generation, job))
         return True
 
@@ -242,7 +242,7 @@ class SchedulerSide:
                 # In its first step a hit in HBM may be on blocks that another request of this step has yet to write.
                 state.scheduled = True
                 continue
-            if state.no_store:
+            if state.no_store or state.request.num_computed_tokens < (state.stored + 1) * chunk_tokens:
                 continue
             confirmed = compat.confirmed_tokens(state.request)
             if confirmed < (state.stored + 1) * chunk_tokens:

@@ -59,7 +59,7 @@ class Evictor:
 
     def make_room(self, now: float) -> list[PersistJob]:
         """See `Tiers.make_room`."""
-        persists = self._persist_wanted(now)
+        persists = self._persist_wanted(now) if self._wanted else []
         while (rows := self._victims()).size:
             jobs, went_on = self._evict(rows, now)
             persists += jobs

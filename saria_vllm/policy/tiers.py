@@ -1,7 +1,8 @@
 """The brain of both tiers: what is where, what to load, what to evict, what to persist.
 
-Call order of one scheduler step: `match` and `is_loading` (questions, any number of times), `plan_load` for an
-allocated hit, `plan_store` for newly computed chunks, `make_room`, then `finished` for every result of every rank.
+Call order of one scheduler step: `match` and `is_loading` (questions, any number of times), `arrived` for a request
+that is served, or `touch` where it was before, `plan_load` for an allocated hit, `plan_store` for new chunks,
+`make_room`, then `finished` for every result of every rank.
 A job ends when all ranks have reported it. Between plan and end its chunks are leased: their slots are not evicted
 and their segments not retired.
 """
@@ -124,11 +125,8 @@ class Tiers:
 
     # Loads.
 
-    def plan_load(
-        self, request_id: str, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
-    ) -> LoadJob:
-        """Lease and load chunks first..end, which `match` has just offered, and make the whole prefix recent."""
-        self.touch(prefix, end, 0, now)
+    def plan_load(self, request_id: str, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks) -> LoadJob:
+        """Lease and load chunks first..end, which `match` has just offered; `arrived` or `touch` made them recent."""
         index = self.chunks.index
         job_id, job = self.jobs.begin("load")
         keys, parts = tuple(prefix.keys[first:end]), []

@@ -31,6 +31,7 @@ from saria_vllm.sim.trace import (
     Session,
     compact_session,
     decode_compact,
+    decoded,
     id_runs,
     trace_lines,
 )
@@ -142,14 +143,14 @@ def _is_json_object(data: bytes) -> bool:
         return False
 
 
+_ANY = msgspec.json.Decoder()
+
+
 def _form(line: bytes, where: str) -> str:
     """The form of a file by its first line."""
     if tracelab.is_header(line):
         return "csv"
-    try:
-        first = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{where}: {error}; expected {EXPECTED}") from None
+    first = decoded(_ANY, line, where, EXPECTED)
     keys = set(first) if isinstance(first, dict) else set()
     if "saria_trace" in keys:
         return "recorded"
@@ -211,10 +212,7 @@ def _weka(lines: Lines, name: str, first_session: int, skips: _Skips) -> Trace:
 
 
 def _weka_session(line: bytes, number: int, where: str) -> Session:
-    try:
-        raw = _WEKA.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{where}: {error}; expected one kv-cache-tester object") from None
+    raw = decoded(_WEKA, line, where, "one kv-cache-tester object")
     agents: list[CompactAgent] = []
     requests = _flatten(raw.requests, 0, 0.0, agents, where)
     if raw.hash_id_scope == "global":
@@ -260,10 +258,7 @@ def _mooncake(lines: Lines, name: str, first_session: int, skips: _Skips) -> Tra
 
 def _mooncake_request(line: bytes, number: int, where: str) -> Session:
     """One line: a session of its own, since the file does not say which requests belong together."""
-    try:
-        raw = _MOONCAKE.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{where}: {error}; expected one Mooncake request") from None
+    raw = decoded(_MOONCAKE, line, where, "one Mooncake request")
     if raw.timestamp < 0 or raw.input_length <= 0 or raw.output_length < 0 or min(raw.hash_ids, default=0) < 0:
         found = f"timestamp {raw.timestamp:g}, input_length {raw.input_length}, output_length {raw.output_length}"
         raise TraceError(f"{where}: {found}; expected input_length above 0 and the others and ids at least 0")

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from saria_vllm.errors import TraceError
-from saria_vllm.sim.trace import Request, Run, Session, append_runs, id_runs
+from saria_vllm.sim.trace import Request, Run, Session, append_runs, decoded, id_runs
 
 VERSION = 1
 HASH_BYTES = 8
@@ -250,11 +250,10 @@ def sessions(lines: Lines, name: str, meet: Callable[[TraceError], None]) -> lis
     for number, line in lines:
         where = f"{name}, line {number}"
         try:
-            raw = _LINE.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            problem = TraceError(f"{where}: {error}; expected one request")
+            raw = decoded(_LINE, line, where, "one request")
+        except TraceError as problem:
             if section is None or b"saria_trace" in line:
-                raise problem from None
+                raise
             section.bad_line()
             meet(problem)
             continue

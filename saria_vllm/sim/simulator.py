@@ -181,7 +181,7 @@ class Simulator:
         tiers.arrived(prefix, hit, time_s)
         dram, ssd = tiers.tier_tokens(prefix, 0, hit)
         if hit:
-            job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)], time_s)
+            job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)])
             tiers.finished([JobResult(job.job_id)], time_s)
         if ssd:
             rows = tiers.chunks.index.locate(prefix, 0, hit)[0]

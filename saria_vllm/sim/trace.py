@@ -15,11 +15,13 @@ import os
 import random
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from saria_vllm.errors import TraceError
+
+T = TypeVar("T")
 
 Run = tuple[int, int]
 """(first block id, number of consecutive ids)."""
@@ -144,17 +146,25 @@ def trace_lines(file: IO[bytes], name: str, expected: str) -> Iterator[tuple[int
         raise TraceError(f"{name}, line 1: the file is empty; expected {expected}")
 
 
+def decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str, expected: str) -> T:
+    """One line as `decoder` reads it.
+
+    Raises:
+        TraceError: it is not what was expected.
+    """
+    try:
+        return decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{where}: {error}; expected {expected}") from None
+
+
 def decode_compact(line: bytes, number: int, where: str) -> Session:
     """The session of one compact line.
 
     Raises:
         TraceError: the line is malformed.
     """
-    try:
-        raw = _COMPACT.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{where}: {error}; expected one JSON object per session") from None
-    return compact_session(raw, number, where)
+    return compact_session(decoded(_COMPACT, line, where, "one JSON object per session"), number, where)
 
 
 def compact_session(raw: CompactSession, number: int, where: str) -> Session:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from saria_vllm.errors import TraceError
-from saria_vllm.sim.trace import Request, Run, Session, append_runs, leading_runs
+from saria_vllm.sim.trace import Request, Run, Session, append_runs, decoded, leading_runs
 
 BLOCK_TOKENS = 64
 OUTPUT_TOKEN_S = 0.02
@@ -106,13 +106,11 @@ def json_sessions(lines: Lines, name: str, meet: Meet) -> list[Session]:
     for number, line in lines:
         where = f"{name}, line {number}"
         try:
-            row = _ROW.decode(line)
+            row = decoded(_ROW, line, where, "one TraceLab round")
             tool = any(event.event_type == "tool_call" for event in row.timing_events)
             sizes = (row.prefix_tokens, row.newly_append_tokens, row.output_tokens)
             each = _Round(row.round_index, _sent_s(row, where), *sizes, "tool_use" if tool else "end_turn")
             _check(each, where)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            meet(TraceError(f"{where}: {error}; expected one TraceLab round"))
         except TraceError as error:
             meet(error)
         else:

@@ -205,7 +205,8 @@ class TiersMachine(RuleBasedStateMachine):
             return
         dram_tokens, ssd_tokens = self.tiers.tier_tokens(self.prefix(path), first, end)
         blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
-        job = self.tiers.plan_load("request", self.prefix(path), first, end, blocks, self.now)
+        self.tiers.touch(self.prefix(path), end, 0, self.now)
+        job = self.tiers.plan_load("request", self.prefix(path), first, end, blocks)
         assert [(item.group, item.key) for item in job.items] == [
             (g, key) for g in range(self.groups) for key in path[first:end]
         ]
@@ -252,7 +253,6 @@ class TiersMachine(RuleBasedStateMachine):
                 assert (chunk.group, slot) not in leased, "evicted under a job"
                 del self.dram[chunk]
         for job in persists:
-            assert job.chunks > 0
             for item in job.items:
                 chunk, place = Chunk(item.group, item.key), (item.group, item.slot)
                 assert before[chunk] == ("valid", item.slot)

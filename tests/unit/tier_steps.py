@@ -76,7 +76,8 @@ def plan_load(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | No
     end = len(keys) if end is None else end
     prefix = Prefix(keys)
     assert tiers.match(prefix, first, end, 0.0) == end
-    return tiers.plan_load("r", prefix, first, end, blocks(first, end, len(tiers.shapes)), 0.0)
+    tiers.touch(prefix, end, 0, 0.0)
+    return tiers.plan_load("r", prefix, first, end, blocks(first, end, len(tiers.shapes)))
 
 
 def end(
