@@ -7,6 +7,7 @@ half, 64 requests decoding and nothing to move: what every engine step pays.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import importlib.util
 import itertools
@@ -94,8 +95,13 @@ def planning(chunks: int, rounds: int) -> None:
         store(tiers, prefix, 0, PREFIX_CHUNKS)
     assert not tiers.make_room(now())
     del prefix
+    held = resident_bytes() - before
+    ctypes.CDLL(None).malloc_trim(0)
     size = resident_bytes() - before
-    print(f"{chunks:,} chunks indexed: {size / chunks:.0f} bytes each, {key_bytes / chunks:.0f} of them the key")
+    print(
+        f"{chunks:,} chunks indexed: {size / chunks:.0f} bytes each, {key_bytes / chunks:.0f} of them the key; "
+        f"{held / chunks:.0f} with what malloc keeps of what was freed while it grew"
+    )
     for hit in HITS:
         matched, planned = [], []
         for number in range(rounds):

@@ -36,6 +36,7 @@ _COLUMNS: dict[str, tuple[type[np.number], int]] = {
     "chained": (np.uint8, 0), "touched": (np.float32, 0), "entered": (np.float32, 0), "visit": (np.int32, 0),
     "burst": (np.int32, 0), "promoted": (np.uint8, 0),
 }  # fmt: skip
+_NOWHERE = [name for name, (_, empty) in _COLUMNS.items() if empty]
 
 
 class Prefix:
@@ -98,13 +99,13 @@ class ChunkIndex:
     chained: Column
     """1 where the row before holds the chunk before in the prefix, in the same group."""
 
-    def __init__(self, groups: int, rows: int = 1024) -> None:
+    def __init__(self, groups: int, rows: int = 1 << 14) -> None:
         self.rows: list[dict[bytes, int]] = [{} for _ in range(groups)]
         self.key: list[bytes] = []
         self.parent: list[bytes] = []
         self._free: list[int] = []
-        for name, (dtype, empty) in _COLUMNS.items():
-            setattr(self, name, np.full(rows, empty, dtype))
+        for name, (dtype, _) in _COLUMNS.items():
+            setattr(self, name, np.zeros(rows, dtype))
 
     def __len__(self) -> int:
         return sum(map(len, self.rows))
@@ -168,7 +169,9 @@ class ChunkIndex:
         self.key.extend(keys[len(reused) :])
         self.parent.extend(parents[len(reused) :])
         if len(self.key) > len(self.dram):
-            self._grow(max(len(self.key), len(self.dram) * 5 // 4))
+            self._grow(max(len(self.key), len(self.dram) * 4))
+        for name in _NOWHERE:
+            getattr(self, name)[size : len(self.key)] = -1
         numbers = reused + list(fresh)
         known = self.rows[group]
         before = len(known)
@@ -182,9 +185,10 @@ class ChunkIndex:
         return rows
 
     def _grow(self, size: int) -> None:
-        for name, (dtype, empty) in _COLUMNS.items():
+        """Rows beyond the last one cost address space alone: the memory of zeros is taken when it is written."""
+        for name, (dtype, _) in _COLUMNS.items():
             old = getattr(self, name)
-            column = np.full(size, empty, dtype)
+            column = np.zeros(size, dtype)
             column[: len(old)] = old
             setattr(self, name, column)
 
