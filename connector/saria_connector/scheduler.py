@@ -372,7 +372,8 @@ class SchedulerSide:
 
     def turn_off(self) -> None:
         """After a fault of ours: offer and store nothing more, let what is in flight end."""
-        logger.error("SARIA: the tier is off from now on, requests are recomputed")
+        if not self._off:
+            logger.error("SARIA: the tier is off from now on, requests are recomputed")
         self._off = True
         count(self.tiers.chunks.counts, "internal_errors", 1)
 

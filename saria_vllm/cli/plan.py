@@ -1,9 +1,10 @@
 """Find out which DRAM, SSD, drives and admission to serve with: sizes swept over a trace, timed and priced.
 
-Every combination is simulated with the policy that the connector runs. Printed are the frontier (no other combination
-costs as little, answers as fast and wears drives as slowly), a recommendation with its rule, and the JSON to paste
-after `vllm serve --kv-transfer-config`. Without --trace the workload is built-in agent sessions. Rates and prices are
-those of the hardware profile (saria_vllm/sim/profiles.py says where each is from); drives are paid whole.
+Every combination is simulated with the policy that the connector runs, and with the write budget of its drives. Printed
+are the frontier (no other combination costs as little, answers as fast and wears drives as slowly), a recommendation
+with its rule, and the JSON to paste after `vllm serve --kv-transfer-config`. Without --trace the workload is built-in
+agent sessions. Rates and prices are those of the hardware profile (saria_vllm/sim/profiles.py says where each is from);
+drives are paid whole.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 
 from saria_vllm.cli.plan_report import cells, write_html
 from saria_vllm.cli.simulate import (
+    DWPD_MAX,
     aligned,
     check_ssd_ingress_ratio,
     parse_admission,
@@ -26,7 +28,7 @@ from saria_vllm.cli.simulate import (
     parse_seconds,
     require_matplotlib,
 )
-from saria_vllm.config import AdmissionConfig, AdmissionPolicy, parse_bytes
+from saria_vllm.config import AdmissionConfig, AdmissionPolicy, EnduranceConfig, parse_bytes
 from saria_vllm.errors import ConfigError
 from saria_vllm.sim.arrivals import starts
 from saria_vllm.sim.formats import Trace, read_trace
@@ -80,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssd-ingress-ratio", type=float, metavar="R", help="for --promotion auto: bandwidth of the drives over that "
         "of the ingress (default: of the hardware with as many drives)")  # fmt: skip
     add("--ssd-eviction", choices=["lru", "segment"], default="segment", help="segment is what serves (default)")
+    add("--target-dwpd", type=float, default=EnduranceConfig().target_dwpd, metavar="R",
+        help="allowed writes of the drives' capacity per day; 0: any number (default %(default)g)")  # fmt: skip
     add("--life-years", type=float, default=5.0, help="drives must live this long (default %(default)g)")
     add("--html", metavar="FILE", help="a report with plots, in one file")
     add("--json", action="store_true", help="one JSON object on standard output")
@@ -95,14 +99,15 @@ def run(arguments: argparse.Namespace) -> int:
         require_matplotlib("--html")
     trace = _trace(arguments)
     start_s = starts(len(trace.sessions), window_s, arguments.start_seed)
+    endurance = _endurance(arguments.target_dwpd)
     base = SimConfig(arguments.chunk_tokens, 0, 0, promotion=promotion, ssd_eviction=arguments.ssd_eviction)
     planner = Planner(
         trace, start_s, machine, served_model, base, lambda line: print(line, file=sys.stderr),
-        arguments.ssd_ingress_ratio,
+        arguments.ssd_ingress_ratio, endurance,
     )  # fmt: skip
     rows = planner.sweep(grid)
     chosen, rule = recommend(rows, arguments.life_years)
-    config = kv_transfer_config(chosen, grid.admissions.get(chosen.admission, AdmissionConfig()))
+    config = kv_transfer_config(chosen, grid.admissions.get(chosen.admission, AdmissionConfig()), endurance)
     report = {
         "workload": _workload(arguments, trace),
         "hardware": machine.name,
@@ -119,6 +124,13 @@ def run(arguments: argparse.Namespace) -> int:
         write_html(arguments.html, report)
     print(json.dumps(report) if arguments.json else _text(report))
     return 0
+
+
+def _endurance(target_dwpd: float) -> EnduranceConfig | None:
+    if not 0 <= target_dwpd <= DWPD_MAX:
+        raise ConfigError(f"--target-dwpd {target_dwpd:g}: expected a number from 0 to {DWPD_MAX:g}")
+    cap = max(target_dwpd, EnduranceConfig().hard_cap_dwpd)
+    return EnduranceConfig(target_dwpd=target_dwpd, hard_cap_dwpd=cap) if target_dwpd else None
 
 
 def _profiles(arguments: argparse.Namespace) -> tuple[Hardware, Model]:

@@ -53,6 +53,8 @@ class Governor:
         self._bins: deque[tuple[float, int]] = deque()
         self._last_day = 0
         self.written_bytes = 0
+        self.strictest = 0.0
+        """The highest threshold that was asked for."""
 
     def _advance(self, now: float) -> None:
         if now > self._now:
@@ -65,7 +67,9 @@ class Governor:
     def threshold(self, now: float) -> float:
         """How sure admission must be that a chunk is read again: 0 while the budget is ample, 1 when it is spent."""
         self._advance(now)
-        return min(1.0, max(0.0, 1 - self._level / (BAND_DAYS * self.budget_bytes_day)))
+        threshold = min(1.0, max(0.0, 1 - self._level / (BAND_DAYS * self.budget_bytes_day)))
+        self.strictest = max(self.strictest, threshold)
+        return threshold
 
     def room(self, now: float) -> int:
         """Bytes that may be written now."""

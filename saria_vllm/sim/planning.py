@@ -1,8 +1,9 @@
 """Which DRAM, SSD and drives to give the tiers: every combination of sizes simulated, then timed and priced.
 
-Only the tiers' sizes and the admission need a simulation. The number of drives changes how fast a reload is, how long
-the drives live and what they cost, so each simulation is timed once for each number of drives. What is larger than the
-whole workload is simulated as large as that, and an SSD that was never short of room stands for all larger ones.
+Every combination is simulated under the write budget that its drives have. The number of drives changes also how fast a
+reload is, how long the drives live and what they cost; a budget that was ample stands for all larger ones, so most of
+them need no simulation of their own. What is larger than the whole workload is simulated as large as that, and an SSD
+that was never short of room stands for all larger ones.
 
 The node is simulated as one cache: of several engines on it each has a share, as `dram_capacity` is shared out, and
 this is right while sessions return to the engine that served them before.
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from saria_vllm.config import AdmissionConfig
+from saria_vllm.config import AdmissionConfig, EnduranceConfig
 from saria_vllm.sim.arrivals import arrivals_with_ids
 from saria_vllm.sim.formats import Trace
 from saria_vllm.sim.profiles import MFU, Hardware, Model
@@ -112,13 +113,26 @@ def workload_tokens(trace: Trace) -> int:
 class _Run(msgspec.Struct):
     """One simulation."""
 
+    config: SimConfig
     result: SimResult
     served: list[SimRequest]
+    strictest: float
+    """Of the write budget: 0 when it was ample all the time."""
 
-    @property
-    def ample(self) -> bool:
-        """The SSD never ran out of room."""
-        return not {"retired_chunks", "dropped_chunks:ssd_full"} & set(self.result.counts)
+    def stands_for(self, config: SimConfig) -> bool:
+        """Whether a simulation of `config` would give the same."""
+        had, counts = self.config, self.result.counts
+        roomy = not {"retired_chunks", "dropped_chunks:ssd_full"} & set(counts)
+        if roomy and 0 < had.ssd_tokens < config.ssd_tokens:
+            had = msgspec.structs.replace(had, ssd_tokens=config.ssd_tokens)
+        ample = not self.strictest and "dropped_chunks:over_budget" not in counts
+        if ample and had.write_budget_tokens_day < (config.write_budget_tokens_day or math.inf):
+            had = msgspec.structs.replace(
+                had,
+                write_budget_tokens_day=config.write_budget_tokens_day,
+                write_cap_tokens_day=config.write_cap_tokens_day,
+            )
+        return had == config
 
     @property
     def seconds(self) -> float:
@@ -133,17 +147,20 @@ class Planner:
         base: the chunk size, promotion and SSD eviction of every simulation.
         tell: called with a line after each simulation.
         ssd_ingress_ratio: for promotion `auto`; none: that of the hardware with as many drives.
+        endurance: as configured; none: writes are not bounded.
     """
 
     def __init__(
         self, trace: Trace, start_s: Sequence[float], hardware: Hardware, model: Model, base: SimConfig,
         tell: Callable[[str], None], ssd_ingress_ratio: float | None = None,
+        endurance: EnduranceConfig | None = None,
     ) -> None:  # fmt: skip
         self._trace, self._start_s, self._base, self._tell = trace, start_s, base, tell
         self._hardware, self._model, self._ssd_ingress_ratio = hardware, model, ssd_ingress_ratio
+        self._endurance = endurance
         # A segment more than fits, for the last one is never full, and a request's own chunks beside the workload's.
         self._tokens_max = math.ceil(workload_tokens(trace) * (1 + 2 / SEGMENTS)) + SEGMENTS * base.chunk_tokens
-        self._done: dict[tuple[int, int, AdmissionConfig, float], _Run] = {}
+        self._done: list[_Run] = []
 
     def sweep(self, grid: Grid) -> list[Row]:
         """All combinations, but those of more SSD than the drives hold."""
@@ -155,8 +172,8 @@ class Planner:
             if not drives:
                 continue
             admission = grid.admissions[name] if ssd else AdmissionConfig(policy="dram_only")
-            for count in drives:
-                run = self._run(dram, ssd, admission, self._ratio(count))
+            for count in sorted(drives):
+                run = self._run(dram, ssd, admission, count)
                 rows.append(self._row(run, dram, ssd, count, name))
             size = f"DRAM {size_text(dram)}, SSD {size_text(ssd)}, {name}"
             self._tell(f"{number}/{len(runs)} {size}: hit rate {rows[-1].hit_rate:.1%}")
@@ -170,19 +187,27 @@ class Planner:
             return self._ssd_ingress_ratio
         return Rates.of(msgspec.structs.replace(self._hardware, drives=drives), self._model).ssd_ingress_ratio
 
-    def _run(self, dram_bytes: int, ssd_bytes: int, admission: AdmissionConfig, ratio: float) -> _Run:
+    def _run(self, dram_bytes: int, ssd_bytes: int, admission: AdmissionConfig, drives: int) -> _Run:
         kv = self._model.kv_bytes_token
         dram, ssd = (min(nbytes // kv, self._tokens_max) for nbytes in (dram_bytes, ssd_bytes))
-        for (had_dram, had_ssd, had_admission, had_ratio), run in self._done.items():
-            as_large = had_ssd == ssd or (0 < had_ssd < ssd and run.ample)
-            if as_large and (had_dram, had_admission, had_ratio) == (dram, admission, ratio):
-                return run
         config = msgspec.structs.replace(
-            self._base, dram_tokens=dram, ssd_tokens=ssd, admission=admission, ssd_ingress_ratio=ratio
+            self._base, dram_tokens=dram, ssd_tokens=ssd, admission=admission, ssd_ingress_ratio=self._ratio(drives)
         )
+        if self._endurance is not None and ssd:
+            rated = drives * self._hardware.drive_bytes / kv
+            config = msgspec.structs.replace(
+                config,
+                write_budget_tokens_day=self._endurance.target_dwpd * rated,
+                write_cap_tokens_day=self._endurance.hard_cap_dwpd * rated,
+            )
+        for run in self._done:
+            if run.stands_for(config):
+                return run
         simulator = Simulator(config)
         served = list(simulator.run(arrivals_with_ids(self._trace, self._start_s, config.chunk_tokens)))
-        self._done[dram, ssd, admission, ratio] = run = _Run(simulator.result, served)
+        governor = simulator.tiers.evictor.governor
+        run = _Run(config, simulator.result, served, governor.strictest if governor else 0.0)
+        self._done.append(run)
         return run
 
     def _row(self, run: _Run, dram: int, ssd: int, drives: int, admission: str) -> Row:
@@ -245,7 +270,7 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes}B"
 
 
-def kv_transfer_config(row: Row, admission: AdmissionConfig) -> dict[str, Any]:
+def kv_transfer_config(row: Row, admission: AdmissionConfig, endurance: EnduranceConfig | None) -> dict[str, Any]:
     """What `vllm serve --kv-transfer-config` takes, with placeholders for the drives' directories."""
     extra: dict[str, Any] = {"dram_capacity": size_text(row.dram_bytes)}
     if row.ssd_bytes:
@@ -254,6 +279,10 @@ def kv_transfer_config(row: Row, admission: AdmissionConfig) -> dict[str, Any]:
         extra["ssd_paths"] = [f"/mnt/nvme{number}/saria" for number in range(row.drives)]
         extra["ssd_capacity"] = size_text(row.ssd_bytes)
         extra["admission"] = {"policy": admission.policy, **changed}
+        if endurance != EnduranceConfig():
+            extra["endurance"] = "off" if endurance is None else {
+                "target_dwpd": endurance.target_dwpd, "hard_cap_dwpd": endurance.hard_cap_dwpd
+            }  # fmt: skip
     return {
         "kv_connector": "SariaConnector",
         "kv_role": "kv_both",

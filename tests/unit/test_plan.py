@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from saria_vllm.cli import main
-from saria_vllm.config import AdmissionConfig, SariaConfig, parse_bytes
+from saria_vllm.config import AdmissionConfig, EnduranceConfig, SariaConfig, parse_bytes
 from saria_vllm.sim import planning
 from saria_vllm.sim.arrivals import arrivals_with_ids, starts
 from saria_vllm.sim.formats import Trace
@@ -53,8 +53,8 @@ def row(usd, ttft, life=9.0, **changes):
     return msgspec.structs.replace(made, **changes)
 
 
-def planner(tell=lambda line: None, **base):
-    return Planner(WORKLOAD, STARTS, H100, SMALL, SimConfig(64, 0, 0, **base), tell)
+def planner(tell=lambda line: None, endurance=None, **base):
+    return Planner(WORKLOAD, STARTS, H100, SMALL, SimConfig(64, 0, 0, **base), tell, endurance=endurance)
 
 
 def grid(dram=(16, 128), ssd=(0, 32, 256), drives=(1, 2), **admissions):
@@ -154,6 +154,30 @@ def test_auto_promotion_goes_by_the_drives_of_a_row(simulated):
     assert len(simulated) == 1  # A fixed share knows no drives.
 
 
+def test_a_row_has_the_write_budget_of_its_drives(simulated):
+    """Ample, the default persists all that may help; scarce, it grows choosy, and more drives allow more."""
+    sizes = grid(dram=(64,), ssd=(256,), drives=(1, 2), default=AdmissionConfig())
+    unbounded, ample, scarce = (
+        planner(endurance=endurance).sweep(sizes)
+        for endurance in (None, EnduranceConfig(50.0, hard_cap_dwpd=60.0), EnduranceConfig(0.001))
+    )
+    day = 3.84e12 / 2**20
+    budgets = {(config.write_budget_tokens_day / day, config.write_cap_tokens_day / day) for config in simulated}
+    assert budgets == {(0, 0), (50, 60), (0.001, 1), (0.002, 2)}, "ample for one drive is for two"
+    assert ample[0].ssd_tb_per_day > unbounded[0].ssd_tb_per_day > scarce[1].ssd_tb_per_day > scarce[0].ssd_tb_per_day
+    assert ample[0].hit_rate >= unbounded[0].hit_rate > scarce[0].hit_rate
+
+
+def test_a_budget_that_was_ample_stands_for_larger_ones(simulated):
+    sizes = grid(dram=(64,), ssd=(256,), drives=(1, 2, 4), default=AdmissionConfig())
+    large = msgspec.structs.replace(H100, drive_bytes=10**18)
+    for target, simulations in ((0.75, 1), (1e-8, 3)):
+        simulated.clear()
+        plan = Planner(WORKLOAD, STARTS, large, SMALL, SimConfig(64, 0, 0), print, endurance=EnduranceConfig(target))
+        assert len(plan.sweep(sizes)) == 3
+        assert len(simulated) == simulations
+
+
 def test_rows_are_what_the_simulator_and_the_model_of_time_say():
     drives = 2
     found = {(row.dram_bytes // GIB, row.ssd_bytes // GIB, row.admission): row
@@ -227,13 +251,19 @@ def test_the_recommended_is_the_cheapest_near_the_best_that_lives():
 
 def test_the_configuration_is_one_that_the_connector_takes():
     admission = AdmissionConfig(policy="saria", evictions=3)
-    config = kv_transfer_config(row(1, 1.0, dram_bytes=512 * GIB, ssd_bytes=3 * TIB // 2, drives=2), admission)
+    config = kv_transfer_config(
+        row(1, 1.0, dram_bytes=512 * GIB, ssd_bytes=3 * TIB // 2, drives=2), admission, EnduranceConfig()
+    )
     assert set(config) == {"kv_connector", "kv_role", "kv_connector_module_path", "kv_load_failure_policy",
                            "kv_connector_extra_config"}  # fmt: skip
     read = SariaConfig.from_extra(config["kv_connector_extra_config"])
     assert (read.dram_capacity, read.ssd_capacity, len(read.ssd_paths)) == (512 * GIB, 3 * TIB // 2, 2)
     assert read.admission == admission
-    bare = kv_transfer_config(row(1, 1.0, dram_bytes=GIB, ssd_bytes=0, drives=0), AdmissionConfig())
+    assert read.endurance == EnduranceConfig()
+    for endurance in (None, EnduranceConfig(target_dwpd=2.0, hard_cap_dwpd=3.0)):
+        config = kv_transfer_config(row(1, 1.0), admission, endurance)
+        assert SariaConfig.from_extra(config["kv_connector_extra_config"]).endurance == endurance
+    bare = kv_transfer_config(row(1, 1.0, dram_bytes=GIB, ssd_bytes=0, drives=0), AdmissionConfig(), None)
     assert bare["kv_connector_extra_config"] == {"dram_capacity": "1GiB"}
 
 
@@ -242,7 +272,7 @@ def test_b_1145_mib_per_second_end_a_4_tb_drive_in_seventy_days():
     plan = Planner(WORKLOAD, STARTS, node, SMALL, SimConfig(64, 0, 0), print)
     result = planning.SimResult(ssd_write_tokens=1145 * 86_400)
     served = [planning.SimRequest(at, 100, 0, 0) for at in (0.0, 86_400.0)]
-    found = plan._row(planning._Run(result, served), GIB, TIB, 1, "full_duplicate")
+    found = plan._row(planning._Run(SimConfig(64, 0, 0), result, served, 0.0), GIB, TIB, 1, "full_duplicate")
     assert found.ssd_tb_per_day == pytest.approx(103.7, abs=0.05)
     assert found.drive_life_years * 365 == pytest.approx(70.4, abs=0.2)
 
@@ -363,6 +393,7 @@ def test_html_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
         (["--chunk-tokens", "48"], "expected a multiple or a divisor of 64"),
         (["--promotion", "2"], "--promotion 2: expected auto or a share from 0 to 1"),
         (["--ssd-ingress-ratio", "-1"], "--ssd-ingress-ratio -1: expected a number above 0"),
+        (["--target-dwpd", "-1"], "--target-dwpd -1: expected a number from 0 to 100"),
         (["--life-years", "-1"], "--life-years -1: expected a number of at least 0"),
         (["--starts", "soon"], "--starts soon: expected a number with a unit"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: cannot be opened"),
