@@ -73,6 +73,14 @@ def counters(server: Server) -> dict[str, float]:
     return last
 
 
+Right = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+def said(answer: Answer) -> Right:
+    """Tokens and their log-probabilities, to the last bit: in tokens alone random models hardly notice wrong KV."""
+    return tuple(answer.token_ids), tuple(answer.logprobs)
+
+
 @dataclass
 class Reload:
     answer: Answer

@@ -9,13 +9,22 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from models import ensure_model
-from reloading import KINDS, Kind, connector, counters, data_files, make_prompt, reload
-from saria_vllm.storage.format import index_offset, parse_header
-from server import Answer, Server
+from reloading import KINDS, Kind, Right, connector, counters, data_files, make_prompt, reload, said
+from saria_vllm.storage.format import (
+    Entry,
+    Header,
+    index_offset,
+    parse_header,
+    parse_index,
+    parse_journal,
+    record_offset,
+)
+from server import Server
 
 pytestmark = pytest.mark.vllm
 
@@ -23,14 +32,6 @@ PROMPTS = 5
 LONGER_CHUNKS = 3
 ANSWER_TOKENS = 16
 HEADER_BYTES = 4096
-
-
-Right = tuple[tuple[int, ...], tuple[float, ...]]
-
-
-def said(answer: Answer) -> Right:
-    """Tokens and their log-probabilities, to the last bit: in tokens alone random models hardly notice wrong KV."""
-    return tuple(answer.token_ids), tuple(answer.logprobs)
 
 
 class Rig:
@@ -48,7 +49,10 @@ class Rig:
         self.right: list[Right] = []
         """Answers to a request that hits; where the kernels are the same, those of a cold one, too."""
         self.cold: list[Right] = []
+        self.behind_half: list[Right] = []
+        """Answers to a request whose first half of the chunks hits."""
         self.dram_hit_tokens = tokens
+        self.half_chunks = kind.prefix_chunks // 2
 
     def server(self, with_connector: bool) -> Server:
         extra = {
@@ -78,6 +82,12 @@ class Rig:
                     answer = server.complete(prompt, ANSWER_TOKENS)
                     assert answer.cached_tokens == len(prompt) - 5
                 self.right.append(said(answer))
+                half_tokens = self.half_chunks * self.kind.chunk_tokens
+                server.reset_prefix_cache()
+                server.complete(prompt[: half_tokens + 5], 1)
+                answer = server.complete(prompt, ANSWER_TOKENS)
+                assert answer.cached_tokens == half_tokens
+                self.behind_half.append(said(answer))
         assert len(set(self.right)) == len(self.prompts), "answers do not tell prompts apart"
 
 
@@ -137,6 +147,8 @@ def test_reset_of_our_cache_forgets_both_tiers(rig: Rig, first_server: Server) -
 @pytest.fixture(scope="module")
 def restarted(rig: Rig, first_server: Server) -> Iterator[Server]:
     """A second server on the directory of a first one that was stopped."""
+    if rig.kind is KINDS["llama"]:
+        first_server.reset_prefix_cache(external=True)  # Also where the test of the reset was not chosen to run.
     first_server.stop()
     if rig.kind is KINDS["llama"]:  # After the reset above nothing on SSD may be used again; fill it anew.
         with rig.server(with_connector=True) as server:
@@ -157,6 +169,54 @@ def test_restart_finds_the_ssd_tier(rig: Rig, restarted: Server) -> None:
     assert counters(restarted)["recovered_chunks"] >= PROMPTS * rig.kind.prefix_chunks
 
 
+def test_b24_after_one_corrupted_record_the_prefix_before_it_is_used(rig: Rig, restarted: Server) -> None:
+    if rig.kind is not KINDS["llama"]:
+        pytest.skip("MLA's bits depend on the batch that computed the KV; with all records corrupted it is compared")
+    good, all_chunks = rig.half_chunks, rig.kind.prefix_chunks
+    record_bytes = corrupt_chunk_of_one_prompt(rig, good)
+    hits = {position: reload(restarted, rig.prompts[position]) for position in range(PROMPTS)}
+    for position, hit in hits.items():
+        right = rig.behind_half if hit.errors("checksum") else rig.right
+        assert said(hit.answer) == right[position]
+    (bad,) = (position for position, hit in hits.items() if hit.errors("checksum"))
+    hit = hits[bad]
+    assert hit.errors("checksum") == 1
+    assert hit.moved['loads{result="failed"}'] == hit.moved['loads{result="loaded"}'] == 1
+    assert hit.moved['hit_tokens{tier="ssd"}'] == good * rig.kind.chunk_tokens, "what comes after it is recomputed"
+    assert hit.moved["stored_chunks"] == 1, "all but the bad one are on SSD still"
+    again = reload(restarted, rig.prompts[bad])
+    assert said(again.answer) == rig.right[bad]
+    assert again.errors("checksum") == 0
+    assert again.answer.cached_tokens == rig.dram_hit_tokens
+    assert again.bytes_from("dram") == record_bytes
+    assert again.bytes_from("ssd") == (all_chunks - 1) * record_bytes
+
+
+def corrupt_chunk_of_one_prompt(rig: Rig, place: int) -> int:
+    """Flip one bit in chunk `place` of a prompt that shares no chunk with another; bytes of a record."""
+    found: dict[bytes, tuple[Path, Header, Entry]] = {}
+    for path in data_files(rig.ssd):
+        data = path.read_bytes()
+        header = parse_header(data[:HEADER_BYTES])
+        journal = path.with_suffix(".journal")
+        # A segment that is still open has no index, and one that is sealed no journal.
+        entries = parse_journal(journal.read_bytes(), header) if journal.exists() else []
+        entries = entries or parse_index(data[index_offset(header) :], header)
+        found.update({entry.key: (path, header, entry) for entry in entries})
+    parents = [entry.parent for _, _, entry in found.values()]
+    for key in [key for key in found if parents.count(key) == 0]:
+        prefix = [key]
+        while parent := found[prefix[0]][2].parent:
+            prefix.insert(0, parent)
+        if len(prefix) == rig.kind.prefix_chunks:
+            path, header, entry = found[prefix[place]]
+            with path.open("r+b") as file:
+                flip_a_bit(file, record_offset(header.record_bytes, entry.record) + 1000)
+                os.fsync(file.fileno())
+            return header.record_bytes
+    raise AssertionError(f"no prefix of {rig.kind.prefix_chunks} chunks")
+
+
 def test_b24_a_corrupted_record_is_recomputed_and_never_offered_again(rig: Rig, restarted: Server) -> None:
     flip_a_bit_in_every_record(rig)
     hit = reload(restarted, rig.prompts[2])
@@ -174,12 +234,15 @@ def flip_a_bit_in_every_record(rig: Rig) -> None:
     for path in data_files(rig.ssd):
         with path.open("r+b") as file:
             for offset in range(HEADER_BYTES + 1000, os.path.getsize(path), 65536):
-                file.seek(offset)
-                byte = file.read(1)
-                if byte:
-                    file.seek(offset)
-                    file.write(bytes([byte[0] ^ 1]))
+                flip_a_bit(file, offset)
             os.fsync(file.fileno())
+
+
+def flip_a_bit(file: BinaryIO, offset: int) -> None:
+    file.seek(offset)
+    byte = file.read(1)
+    file.seek(offset)
+    file.write(bytes([byte[0] ^ 1]))
 
 
 def test_every_data_byte_overwritten_between_two_servers(rig: Rig, restarted: Server) -> None:
