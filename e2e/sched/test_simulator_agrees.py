@@ -54,10 +54,14 @@ def simulator_like(engine: Engine, admission: AdmissionConfig) -> Simulator:
 
 
 def agents(seed: int) -> list[tuple[list[int], Hints]]:
-    """Prompts of four agents that take turns, grow, branch off now and then, and start again; and what the agents say
-    of them: that it was the last is wrong where they start again."""
+    """Prompts of four agents that take turns, grow, branch off now and then, and start again as another session; and
+    what the agents say of them."""
     rng = random.Random(seed)
-    prompts, contexts = [], {agent: prompt(rng.randrange(40, 200), seed=agent) for agent in range(4)}
+    prompts, sessions, contexts = (
+        [],
+        list("abcd"),
+        {agent: prompt(rng.randrange(40, 200), seed=agent) for agent in range(4)},
+    )
     for turn in range(60):
         agent = rng.choice([0, 0, 0, 1, 1, 2, 3])
         context = contexts[agent]
@@ -66,7 +70,8 @@ def agents(seed: int) -> list[tuple[list[int], Hints]]:
         context = context + prompt(rng.randrange(10, 90), seed=100 + turn)
         ends = len(context) > 700
         contexts[agent] = prompt(50, seed=agent) if ends else context
-        prompts.append((context[: len(context) - (len(context) % 16 == 0)], Hints(f"agent {agent}", ends)))
+        prompts.append((context[: len(context) - (len(context) % 16 == 0)], Hints(sessions[agent], ends)))
+        sessions[agent] += "'" * ends
     return prompts
 
 
