@@ -39,6 +39,7 @@ COUNTERS: dict[str, Metric] = {
             "return_likely",
             "return_unlikely",
             "branch_left",
+            "session_ended",
             "other",
         ),
     ),
@@ -48,6 +49,7 @@ COUNTERS: dict[str, Metric] = {
     "recovered_chunks": Metric("Chunks found on SSD when the engine started"),
     "dropped_chunks": Metric("Chunks not kept", "reason", DROP_REASONS),
     "recording_dropped": Metric("Finished requests that trace_record left out: its queue was full, or it has ended"),
+    "hints_ignored": Metric("Hints in requests' kv_transfer_params that were not understood"),
     "errors": Metric("Failed reads and writes of chunks", "reason", ERROR_REASONS),
     "internal_errors": Metric("Faults of ours that were turned into cache misses"),
 }

@@ -20,6 +20,7 @@ from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig, format_bytes
 from saria_vllm.metrics import Counts, count
 from saria_vllm.policy.admission import make_admission
+from saria_vllm.policy.hints import KEY, parse_hints
 from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
@@ -54,8 +55,8 @@ class RequestState:
     """What we remember of a request between vLLM's calls."""
 
     __slots__ = (
-        "arrived", "asked_computed", "hit_end", "load_failures", "no_store", "prefix", "request", "retried",
-        "scheduled", "sources", "stored", "wait_until",
+        "arrived", "asked_computed", "hints", "hit_end", "load_failures", "no_store", "prefix", "request", "retried",
+        "scheduled", "sources", "stored", "wait_until", "wrong_hints",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -79,9 +80,10 @@ class RequestState:
         self.scheduled = False
         """Whether it was in a step since blocks were allocated: before that a load, ours or another connector's, may be
         in flight, and vLLM counts its tokens as computed already."""
-        params = request.kv_transfer_params or {}
+        params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
+        self.hints, self.wrong_hints = parse_hints(params.get(KEY))
         # KV pulled from a remote prefill may be overwritten bytes after an expired lease: never keep it.
-        self.no_store = bool(params.get("do_remote_prefill"))
+        self.no_store = self.hints.no_store or bool(params.get("do_remote_prefill"))
 
 
 class SchedulerSide:
@@ -123,7 +125,7 @@ class SchedulerSide:
         """HBM blocks by the store job that still reads them."""
         self._held_blocks = 0
         self._block_pool: Any = None
-        self._off = False
+        self._off = self._said_wrong_hints = False
         self.ssd = SsdOpening(config, sizing, self.tiers, clock)
         if config.ssd_paths:
             self.ssd.claim(vllm_config, kv_cache_config)
@@ -151,7 +153,18 @@ class SchedulerSide:
     # Lookup and load.
 
     def new_request(self, request: Any) -> None:
-        self._requests[request.request_id] = RequestState(request)
+        state = self._requests[request.request_id] = RequestState(request)
+        if not state.wrong_hints:
+            return
+        count(self.tiers.chunks.counts, "hints_ignored", len(state.wrong_hints))
+        if not self._said_wrong_hints:
+            self._said_wrong_hints = True
+            logger.warning(
+                "SARIA: of a request's kv_transfer_params.%s this is ignored: %s. More of it is only counted "
+                "(hints_ignored)",
+                KEY,
+                "; ".join(state.wrong_hints),
+            )
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed` that a tier can load; None means ask again. Changes nothing that matters."""
@@ -162,6 +175,9 @@ class SchedulerSide:
         if state.retried:
             # vLLM had no room: it counts what the failed load had reserved, and lets this request stand before those
             # that could run and free blocks. Recompute reserves nothing; to offer again can block the engine for ever.
+            return 0, False
+        if state.hints.no_load:
+            state.hit_end = computed // self._chunk_tokens
             return 0, False
         if self.ssd.waiting():
             return None, False
@@ -198,7 +214,7 @@ class SchedulerSide:
         state.scheduled, state.retried, state.wait_until = False, False, 0.0
         if not state.arrived:
             state.arrived = True
-            self.tiers.arrived(self._prefix(state), state.hit_end, self._clock())
+            self.tiers.arrived(self._prefix(state), state.hit_end, self._clock(), state.hints)
         elif external > 0 or not any(state.sources):  # What is stored next goes behind a recent prefix.
             self.tiers.touch(state.prefix, state.hit_end, 0, self._clock())
         if external <= 0:
@@ -385,7 +401,8 @@ class SchedulerSide:
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = RequestState(request)
+            self.new_request(request)
+            state = self._requests[request.request_id]
         return state
 
     def _prefix(self, state: RequestState) -> Prefix:

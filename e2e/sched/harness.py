@@ -226,9 +226,9 @@ class Engine:
         self.run()
         return self.outputs[request_id]
 
-    def serve_some(self, request_id: str, prompt: Sequence[int], max_tokens: int = 1) -> None:
+    def serve_some(self, request_id: str, prompt: Sequence[int], max_tokens: int = 1, **more: Any) -> None:
         """Add a request and step until it has ended, whatever else is going on."""
-        self.add(request_id, prompt, max_tokens)
+        self.add(request_id, prompt, max_tokens, **more)
         for _ in range(STEPS_MAX):
             if request_id in self.finished:
                 return

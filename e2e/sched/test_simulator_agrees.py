@@ -12,6 +12,7 @@ from harness import Engine, prompt
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.hints import NO_HINTS, Hints
 from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.promotion import Promotion
 from saria_vllm.policy.slots import SlotAllocator
@@ -26,7 +27,8 @@ COMPARED = (
     "hit_tokens:dram", "hit_tokens:ssd", "loads:loaded", "stored_chunks", "evicted_chunks:persisted",
     "evicted_chunks:already_on_ssd", "evicted_chunks:dropped", "admission:not_yet", "admission:eviction_count",
     "admission:every_chunk", "admission:never", "admission:return_likely", "admission:return_unlikely",
-    "admission:branch_left", "persisted_chunks", "retired_chunks", "dropped_chunks:not_admitted",
+    "admission:branch_left", "admission:session_ended", "persisted_chunks", "retired_chunks",
+    "dropped_chunks:not_admitted",
 )  # fmt: skip
 
 
@@ -51,24 +53,32 @@ def simulator_like(engine: Engine, admission: AdmissionConfig) -> Simulator:
     return simulator
 
 
-def agents(seed: int) -> list[list[int]]:
-    """Prompts of four agents that take turns, grow, branch off now and then, and start again."""
+def agents(seed: int) -> list[tuple[list[int], Hints]]:
+    """Prompts of four agents that take turns, grow, branch off now and then, and start again as another session; and
+    what the agents say of them."""
     rng = random.Random(seed)
-    prompts, contexts = [], {agent: prompt(rng.randrange(40, 200), seed=agent) for agent in range(4)}
+    prompts, sessions, contexts = (
+        [],
+        list("abcd"),
+        {agent: prompt(rng.randrange(40, 200), seed=agent) for agent in range(4)},
+    )
     for turn in range(60):
         agent = rng.choice([0, 0, 0, 1, 1, 2, 3])
         context = contexts[agent]
         if rng.random() < 0.15:
             context = context[: len(context) // 2]
         context = context + prompt(rng.randrange(10, 90), seed=100 + turn)
-        contexts[agent] = prompt(50, seed=agent) if len(context) > 700 else context
-        prompts.append(context[: len(context) - (len(context) % 16 == 0)])
+        ends = len(context) > 700
+        contexts[agent] = prompt(50, seed=agent) if ends else context
+        prompts.append((context[: len(context) - (len(context) % 16 == 0)], Hints(sessions[agent], ends)))
+        sessions[agent] += "'" * ends
     return prompts
 
 
-@pytest.mark.parametrize("policy", ["saria", "full_duplicate", "dram_only", "return"])
+@pytest.mark.parametrize("policy", ["saria", "full_duplicate", "dram_only", "return", "return with hints"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, policy: str, seed: int) -> None:
+    policy, _, hinted = policy.partition(" with ")
     engine = make(
         blocks=400,
         batched_tokens=64,
@@ -82,18 +92,20 @@ def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, poli
     )
     engine.serve("opens the SSD tier", prompt(8))
     simulator = simulator_like(engine, AdmissionConfig(policy=policy))  # type: ignore[arg-type]
-    for number, tokens in enumerate(agents(seed)):
+    for number, (tokens, hints) in enumerate(agents(seed)):
         engine.now += 30.0
         engine.flush_hbm()
-        engine.serve(f"r{number}", tokens)
+        hints = hints if hinted else NO_HINTS
+        engine.serve(f"r{number}", tokens, params={"saria": hints._asdict()} if hinted else None)
         engine.run()
         engine._report_rest()
         keys = engine.keys(engine.requests[f"r{number}"])[: len(tokens) // engine.chunk_tokens]
-        simulator._serve(engine.now, Prefix(keys), len(tokens))
+        simulator._serve(engine.now, Prefix(keys), len(tokens), hints)
         assert not engine.counted("dropped_chunks:no_slot") and not engine.counted("dropped_chunks:hold_limit")
         theirs = simulator.tiers.chunks.counts
         ours = {name: engine.counted(name) for name in COMPARED}
         assert ours == {name: theirs.get(name, 0) for name in COMPARED}, f"after request {number}"
+    assert (ours["admission:session_ended"] > 0) == bool(hinted)
     if policy != "dram_only":
         assert ours["hit_tokens:ssd"] > 0
         assert ours["persisted_chunks"] > 0

@@ -21,6 +21,7 @@ from saria_vllm.policy.endurance import DAY_S, drive_life_years
 from saria_vllm.policy.promotion import PromotionMode
 from saria_vllm.sim.arrivals import COPIES_MAX, arrivals, repeated, starts, with_ids
 from saria_vllm.sim.formats import Trace, read_trace
+from saria_vllm.sim.hinting import HintMode, ThreadHints
 from saria_vllm.sim.oracle import Oracle
 from saria_vllm.sim.profiles import HARDWARE, MODELS, hardware, model
 from saria_vllm.sim.simulator import SSD_INGRESS_RATIO, Arrival, SimConfig, SimRequest, SimResult, Simulator
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P[:KEY=VALUE,...]",
         help=f"one of {', '.join(get_args(AdmissionPolicy))}, oracle; may be given several times",
     )
+    parser.add_argument("--hints", choices=get_args(HintMode), default="none",
+        help="what clients say of their requests: session names the thread of the trace, stop says which is the last "
+        "of its thread (default none)")  # fmt: skip
     parser.add_argument("--promotion", default="1.0", metavar="auto|R",
         help="share of a hit that belongs in DRAM afterwards, 0 to 1; auto: what the rates say, less under pressure "
         "(default 1.0)")  # fmt: skip
@@ -240,10 +244,15 @@ def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, An
             write_budget_tokens_day=arguments.target_dwpd * rated_tokens,
             write_cap_tokens_day=arguments.hard_cap_dwpd * rated_tokens,
         )
-    simulator = Simulator(config, Oracle(stream()) if name == "oracle" else None)
+    oracle = Oracle(stream()) if name == "oracle" else None
+    simulator = Simulator(config, oracle, ThreadHints(trace, arguments.hints))
     total = sum(copies) * sum(len(session.requests) for session in trace.sessions)
     served = list(_progress(simulator.run(stream()), total, name))
-    row: dict[str, Any] = {"admission": admission.policy if name == "default" else name, **simulator.result.rates()}
+    row: dict[str, Any] = {
+        "admission": admission.policy if name == "default" else name,
+        "hints": arguments.hints,
+        **simulator.result.rates(),
+    }
     if arguments.hardware:
         row.update(_time(arguments, served, row["ssd_write_tokens"]))
     if arguments.rated_capacity:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy.hints import Hints
 from saria_vllm.policy.index import NONE, ChunkIndex, Rows
 from saria_vllm.policy.returns import Returns
 
@@ -29,10 +30,11 @@ REASONS = (
     Reason("return_likely", True),
     Reason("return_unlikely", False),
     Reason("branch_left", False),
+    Reason("session_ended", False),
 )
 (
     EVERY_CHUNK, NEVER, NOT_YET, EVICTION_COUNT, REUSE_COUNT, SCORE_HIGH, SCORE_LOW, RETURN_LIKELY, RETURN_UNLIKELY,
-    BRANCH_LEFT,
+    BRANCH_LEFT, SESSION_ENDED,
 ) = range(len(REASONS))  # fmt: skip
 ADMITS = np.array([reason.admit for reason in REASONS])
 """By reason number."""
@@ -42,7 +44,7 @@ Reasons = npt.NDArray[np.uint8]
 
 
 class Admission(Protocol):
-    def arrived(self, index: ChunkIndex, rows: Rows, now: float) -> int:
+    def arrived(self, index: ChunkIndex, rows: Rows, now: float, hints: Hints) -> int:
         """A request came with these rows of its chunks in order, -1 where one is unknown. Returns a number that its
         chunks get in the column `visit`."""
 
@@ -59,7 +61,7 @@ class Admission(Protocol):
 class Unlearned:
     """What policies share that learn nothing from requests and want no early writes."""
 
-    def arrived(self, index: ChunkIndex, rows: Rows, now: float) -> int:
+    def arrived(self, index: ChunkIndex, rows: Rows, now: float, hints: Hints) -> int:
         return 0
 
     def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
@@ -135,16 +137,20 @@ class Return(Unlearned):
     def __init__(self, threshold: float, chunk_tokens: int) -> None:
         self._threshold, self.returns = threshold, Returns(chunk_tokens)
 
-    def arrived(self, index: ChunkIndex, rows: Rows, now: float) -> int:
+    def arrived(self, index: ChunkIndex, rows: Rows, now: float, hints: Hints) -> int:
         unknown = (rows < 0).nonzero()[0]
         known = int(unknown[0]) if unknown.size else len(rows)
         present = rows[rows >= 0]
         bursts = index.burst[present[index.dram[present] == NONE]]
         numbers, counts = np.unique(bursts[bursts > 0], return_counts=True)
         index.burst[present] = 0
-        last = int(index.visit[rows[known - 1]]) if known else 0
+        visits = index.visit[rows[:known]]
+        last = int(visits[-1]) if known else 0
+        mine = self.returns.last_visit(hints.session) if hints.session else 0
+        # Who touches a chunk touches all before it: those of the session's visit before were touched then or later.
+        kept = int((visits >= mine).sum()) if mine else 0
         returned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        return self.returns.visit(len(rows), known, last, returned, now)
+        return self.returns.visit(len(rows), known, last, returned, now, hints, kept)
 
     def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
         threshold = self._threshold
@@ -158,6 +164,11 @@ class Return(Unlearned):
             if left_at == -2:
                 continue
             of_visit = visits == visit
+            dead_from = self.returns.dead_from(visit)
+            if dead_from >= 0:
+                dead = of_visit & (index.depth[rows] >= dead_from)
+                reasons[dead] = SESSION_ENDED if self.returns.ended(visit) else BRANCH_LEFT
+                of_visit &= ~dead
             left = (index.depth[rows] >= left_at) if left_at >= 0 else np.zeros(len(rows), np.bool_)
             for is_left, is_again in ((False, False), (False, True), (True, False), (True, True)):
                 some = of_visit & (left == is_left) & (again == is_again)

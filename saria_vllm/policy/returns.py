@@ -7,6 +7,10 @@ example, positive when they are asked for again, negative after half an hour wit
 
 The regression is fitted by an extended Kalman filter (recursive least squares on the logit), so a hundred examples are
 enough to be useful.
+
+Where clients name their sessions, nothing needs to be guessed of branches: what a session's request does not share with
+the next one is dead, and so is all of a session that has ended, but for what other sessions share. A client that asks
+for such chunks after all is not believed any more.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from collections import OrderedDict
 
 import numpy as np
 import numpy.typing as npt
+
+from saria_vllm.policy.hints import NO_HINTS, Hints
 
 Floats = npt.NDArray[np.float64]
 
@@ -68,26 +74,35 @@ class LogisticModel:
 
 
 class Line:
-    """A line of requests, each of which continues the one before: what an agent's session looks like from here."""
+    """A line of requests: those of a session that was named, else requests each of which continues the one before: what
+    an agent's session looks like from here."""
 
-    __slots__ = ("returns",)
+    __slots__ = ("believed", "returns", "session", "shared")
 
-    def __init__(self) -> None:
+    def __init__(self, session: str) -> None:
+        self.session = session
+        """Empty where none was named."""
+        self.believed = True
+        """False once something was asked for that was dead by its client's word."""
         self.returns = 0
         """Requests of it that found something evicted."""
+        self.shared = 0
+        """Leading chunks that another line has, too."""
 
 
 class Visit:
     """A request as far as its chunks' fate depends on it."""
 
-    __slots__ = ("chunks", "left_at", "left_chunks", "line", "time")
+    __slots__ = ("chunks", "dead_from", "ended", "left_at", "left_chunks", "line", "time")
 
-    def __init__(self, time: float, chunks: int, line: Line) -> None:
-        self.time, self.chunks, self.line = time, chunks, line
+    def __init__(self, time: float, chunks: int, line: Line, ended: bool) -> None:
+        self.time, self.chunks, self.line, self.ended = time, chunks, line, ended
         self.left_at = -1
         """Chunks that a later request shared before it took another branch, -1 when none did."""
         self.left_chunks = 0
         """Length of that request."""
+        self.dead_from = -1
+        """Depth from which its chunks are dead by its client's word, -1 for nowhere."""
 
 
 class Burst:
@@ -110,30 +125,76 @@ class Returns:
         self._chunk_tokens = chunk_tokens
         self.model = LogisticModel()
         self._visits: OrderedDict[int, Visit] = OrderedDict()
+        self._sessions: dict[str, int] = {}
+        """The last visit of each named session; forgotten with it."""
         self._bursts: OrderedDict[int, Burst] = OrderedDict()
         self._unanswered: OrderedDict[int, Burst] = OrderedDict()
         self._now_bursts: dict[tuple[int, bool, bool], int] = {}
         self._now = -math.inf
         self._last_visit = self._last_burst = 0
 
-    def visit(self, chunks: int, known: int, last_visit: int, returned: dict[int, int], now: float) -> int:
+    def last_visit(self, session: str) -> int:
+        """Number of a session's last visit, 0 when none is remembered."""
+        return self._sessions.get(session, 0)
+
+    def visit(
+        self,
+        chunks: int,
+        known: int,
+        last_visit: int,
+        returned: dict[int, int],
+        now: float,
+        hints: Hints = NO_HINTS,
+        kept: int = 0,
+    ) -> int:
         """A request of so many chunks came, the first `known` of which were seen before, the last of these by
-        `last_visit`. `returned` counts chunks by the burst in which they were evicted. Returns the visit's number."""
+        `last_visit`. `returned` counts chunks by the burst in which they were evicted; `kept` chunks are those of the
+        session's visit before. Returns the visit's number."""
         before = self._visits.get(last_visit) if known else None
-        continues = before is not None and (known == before.chunks or known >= before.chunks / 2)
-        if before is not None and known < chunks and known < before.chunks and not 0 <= before.left_at <= known:
-            before.left_at, before.left_chunks = known, chunks
-        line = before.line if before is not None and continues else Line()
+        mine = self._visits.get(self.last_visit(hints.session)) if hints.session else None
+        earlier, common = (mine, kept) if hints.session else (before, known)
+        continues = earlier is not None and (common == earlier.chunks or common >= earlier.chunks / 2)
+        line = earlier.line if earlier is not None and (continues or hints.session) else Line(hints.session)
         if returned and continues:
             line.returns += 1
+        self._note_shared(line, before, known)
+        self._note_left(line, before, mine, chunks, known, kept)
         for number, count in returned.items():
             self._learn_return(number, count)
         self._answer_late(now)
         self._last_visit += 1
-        self._visits[self._last_visit] = Visit(now, chunks, line)
+        visit = self._visits[self._last_visit] = Visit(now, chunks, line, hints.last)
+        if hints.last and line.believed:
+            visit.dead_from = line.shared
+        if hints.session:
+            self._sessions[line.session] = self._last_visit
         if len(self._visits) > VISITS_MAX:
-            self._visits.popitem(last=False)
+            number, oldest = self._visits.popitem(last=False)
+            if self._sessions.get(oldest.line.session) == number:
+                del self._sessions[oldest.line.session]
         return self._last_visit
+
+    def _note_shared(self, line: Line, before: Visit | None, known: int) -> None:
+        if before is None:
+            line.shared = max(line.shared, known)  # By whom is forgotten.
+        elif before.line is not line:
+            line.shared = max(line.shared, known)
+            before.line.shared = max(before.line.shared, known)
+        elif 0 <= before.dead_from < known:
+            line.believed = False
+
+    def _note_left(
+        self, line: Line, before: Visit | None, mine: Visit | None, chunks: int, known: int, kept: int
+    ) -> None:
+        """Of a named session only its next request tells what was left, of others the tree of prefixes."""
+        if line.session and line.believed:
+            if mine is not None:
+                mine.dead_from = max(kept, line.shared)
+            return
+        if before is None or (before.line.session and before.line.believed):
+            return
+        if known < chunks and known < before.chunks and not 0 <= before.left_at <= known:
+            before.left_at, before.left_chunks = known, chunks
 
     def _learn_return(self, number: int, count: int) -> None:
         burst = self._bursts.get(number)
@@ -178,6 +239,15 @@ class Returns:
         not remembered."""
         known = self._visits.get(visit)
         return -2 if known is None else known.left_at
+
+    def dead_from(self, visit: int) -> int:
+        """Depth from which the visit's chunks are dead by its client's word, -1 for nowhere."""
+        known = self._visits.get(visit)
+        return -1 if known is None or not known.line.believed else known.dead_from
+
+    def ended(self, visit: int) -> bool:
+        """Whether it was the last of its session."""
+        return self._visits[visit].ended
 
     def _features(self, number: int, left: bool, again: bool, now: float) -> Floats:
         visit = self._visits[number]

@@ -18,6 +18,7 @@ from saria_vllm.policy.admission import Admission
 from saria_vllm.policy.chunks import Chunks
 from saria_vllm.policy.eviction import Evictor
 from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.hints import NO_HINTS, Hints
 from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Prefix
 from saria_vllm.policy.jobs import Job, Jobs
 from saria_vllm.policy.promotion import Promotion, chunks_to_promote
@@ -113,12 +114,12 @@ class Tiers:
 
     # Requests.
 
-    def arrived(self, prefix: Prefix, reused: int, now: float) -> None:
+    def arrived(self, prefix: Prefix, reused: int, now: float, hints: Hints = NO_HINTS) -> None:
         """A request is being served that reuses its first `reused` chunks: once for each, before its load is planned.
         Admission learns from it, and all of its chunks become recent: those behind a gap, too, will be used soon."""
         index, end = self.chunks.index, len(prefix.keys)
         located = index.locate(prefix, 0, end)
-        prefix.visit = self._admission.arrived(index, located[0], now)
+        prefix.visit = self._admission.arrived(index, located[0], now, hints)
         for rows in located:
             index.visit[rows[rows >= 0]] = prefix.visit
         self.touch(prefix, end, reused, now)

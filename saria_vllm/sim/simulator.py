@@ -18,6 +18,7 @@ from saria_vllm.metrics import Counts
 from saria_vllm.policy.admission import Admission, make_admission
 from saria_vllm.policy.endurance import DAY_S, Governor
 from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.policy.hints import NO_HINTS, Hints
 from saria_vllm.policy.index import VALID, Prefix, Rows
 from saria_vllm.policy.promotion import Promotion, PromotionMode
 from saria_vllm.policy.slots import SlotAllocator
@@ -114,10 +115,15 @@ class SimResult(msgspec.Struct):
 
 
 class Simulator:
-    """One engine's tiers, fed request by request."""
+    """One engine's tiers, fed request by request. `hints` tells what the client of a session says of its request."""
 
-    def __init__(self, config: SimConfig, admission: Admission | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: SimConfig,
+        admission: Admission | None = None,
+        hints: Callable[[int, Request], Hints] = lambda session, request: NO_HINTS,
+    ) -> None:
+        self.config, self._hints = config, hints
         chunks = max(1, config.dram_tokens // config.chunk_tokens)
         records = config.ssd_tokens // config.chunk_tokens
         self._lru = LruExtents(records) if records and config.ssd_eviction == "lru" else None
@@ -152,7 +158,7 @@ class Simulator:
             if self._next_request is not None:
                 self._next_request()
             prefix = self._prefix((session, request.thread), ids)
-            served = self._serve(time_s, prefix, request.input_tokens)
+            served = self._serve(time_s, prefix, request.input_tokens, self._hints(session, request))
             self.result.elapsed_s += time.perf_counter() - began
             yield served
         self.result.counts = self.tiers.take_counts()
@@ -175,10 +181,10 @@ class Simulator:
             self._prefixes.popitem(last=False)
         return prefix
 
-    def _serve(self, time_s: float, prefix: Prefix, prompt_tokens: int) -> SimRequest:
+    def _serve(self, time_s: float, prefix: Prefix, prompt_tokens: int, hints: Hints = NO_HINTS) -> SimRequest:
         tiers, result, end = self.tiers, self.result, len(prefix.keys)
         hit = tiers.match(prefix, 0, end, time_s)
-        tiers.arrived(prefix, hit, time_s)
+        tiers.arrived(prefix, hit, time_s, hints)
         dram, ssd = tiers.tier_tokens(prefix, 0, hit)
         if hit:
             job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)])

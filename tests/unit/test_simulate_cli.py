@@ -51,10 +51,10 @@ def as_json(capsys, trace, *options, **more):
 
 def test_the_keys_are_those_promised(capsys, trace):
     found = as_json(capsys, trace, "--ssd-tokens", "6400", "--starts", "1h")
-    assert list(found) == ["admission", *KEYS]
+    assert list(found) == ["admission", "hints", *KEYS]
     assert (found["requests"], found["prompt_tokens"]) == (15, 3 * sum(260 + 64 * turn for turn in range(5)))
     timed = as_json(capsys, trace, "--hardware", "h100-sxm-pcie5", "--model", "llama-3.3-70b")
-    assert set(timed) == {"admission", *KEYS, *TIMED, "kv_bytes_token"}
+    assert set(timed) == {"admission", "hints", *KEYS, *TIMED, "kv_bytes_token"}
     assert timed["kv_bytes_token"] == 327_680
     assert timed["drive_life_years"] is None, "nothing was written"
 
@@ -125,6 +125,14 @@ def test_auto_promotes_what_the_rates_say(capsys, trace, options, share):
     fixed = as_json(capsys, trace, *ssd, *options, "--promotion", share)
     assert auto["dram_hit_rate"] == fixed["dram_hit_rate"]
     assert auto["dram_evicted_tokens"] == fixed["dram_evicted_tokens"]
+
+
+def test_hints_are_said_and_reach_the_simulator(capsys, trace):
+    ssd = ["--ssd-tokens", "64000", "--starts", "500s"]
+    runs = {mode: as_json(capsys, trace, *ssd, "--hints", mode) for mode in ("none", "session", "stop", "both")}
+    assert {mode: row["hints"] for mode, row in runs.items()} == {mode: mode for mode in runs}
+    assert as_json(capsys, trace, *ssd)["hints"] == "none"
+    assert runs["stop"]["ssd_write_tokens"] < runs["none"]["ssd_write_tokens"]
 
 
 def test_coordination_makes_reloads_faster(capsys, trace):
