@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from saria_vllm.errors import ConfigError
+from saria_vllm.errors import ConfigError, is_drive_fault
 
 _UNITS = {
     "B": 1,
@@ -192,7 +192,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"io_cpus: {list(self.io_cpus)} names a CPU outside 0..{cpus - 1}")
 
     def check_machine(self) -> None:
-        """Check the capacities and paths against this machine, changing nothing.
+        """Check the capacities and paths against this machine, changing nothing. A drive that fails or is read-only is
+        no error of the configuration.
 
         Raises:
             ConfigError: names the key, the value and what is accepted.
@@ -209,14 +210,16 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         places: dict[tuple[int, int, str], str] = {}
         """Paths by the directory that they are in truth: links and second mounts lead to one by several names."""
         for path in self.ssd_paths:
+            if _fails(path):
+                continue
             existing = path
             while not os.path.lexists(existing):
                 existing = os.path.dirname(existing)
             if not os.path.isdir(existing):
                 raise ConfigError(f"ssd_paths: {path!r}: {existing!r} is not a directory; accepted: {accepted}")
-            if not os.access(existing, os.W_OK | os.X_OK):
-                raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             stat = os.statvfs(existing)
+            if not os.access(existing, os.W_OK | os.X_OK) and not stat.f_flag & os.ST_RDONLY:
+                raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             if not stat.f_blocks:
                 raise ConfigError(
                     f"ssd_paths: {path!r}: {existing!r} is on a file system without space of its own; "
@@ -227,7 +230,7 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if other != path:
                 raise ConfigError(f"ssd_paths: {other!r} and {path!r} are one directory; accepted: each directory once")
             disks[device] = stat.f_blocks * stat.f_frsize, disks.get(device, (0, 0))[1] + 1
-        most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=0)
+        most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=self.ssd_capacity)
         if self.ssd_capacity > most:
             raise ConfigError(
                 f"ssd_capacity: {format_bytes(self.ssd_capacity)} is more than the disks under ssd_paths hold, each "
@@ -281,6 +284,23 @@ def _cpu_allowed(cpu: int) -> bool:
         return False
     os.sched_setaffinity(0, before)
     return True
+
+
+def _fails(path: str) -> bool:
+    """Whether a path, or what there is of it, cannot be looked at because its drive fails."""
+    while True:
+        try:
+            os.stat(path)
+            os.statvfs(path)
+            return False
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if is_drive_fault(error):
+                return True
+        if path == "/":
+            return False
+        path = os.path.dirname(path)
 
 
 def memory_limit_bytes() -> int:
