@@ -29,6 +29,12 @@ SsdEngineName = Literal["auto", "io_uring", "posix"]
 
 SSD_PATHS_MAX = 64
 
+PATH_BYTES_MAX = 3900
+"""Linux takes 4095 of a whole path; our own names come below it."""
+
+NAME_BYTES_MAX = 252
+"""Linux takes 255 of one name; a recording's can get `.63` at its end."""
+
 _RANGES = {
     "admission.evictions": (1, 255),
     "admission.reuses": (0, 65_535),
@@ -42,7 +48,7 @@ _DWPD_RANGE = (0.001, 100.0)
 _ACCEPTED = {
     "ssd_engine": f"one of {', '.join(get_args(SsdEngineName))}",
     "io_cpus": "a list of CPU numbers",
-    "namespace": "a string",
+    "namespace": "a string that UTF-8 can encode",
     "admission.policy": f"one of {', '.join(get_args(AdmissionPolicy))}",
     "admission.threshold": "a number above 0, and for `return` at most 1",
     "endurance.target_dwpd": "a number from {:g} to {:g}".format(*_DWPD_RANGE),
@@ -90,7 +96,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`return`: persist from this probability of a return on, where no write budget moves it; `score`: from this score
     on."""
     ghosts_max: int = 1_000_000
-    """Chunks whose history is remembered after their bytes are gone; about 250 bytes each."""
+    """Chunks whose history is remembered after their bytes are gone; about 235 bytes each."""
 
 
 class EnduranceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -327,7 +333,11 @@ def _path(value: object, key: str) -> str:
         raise ConfigError(f"{key}: {value!r} is not text that UTF-8 can encode; accepted: absolute paths")
     if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value or re.search(r"\$[A-Za-z_{(]", value):
         raise ConfigError(f"{key}: {value!r} is not an absolute path ('~' and variables are not expanded)")
-    return "/" + os.path.normpath(value).lstrip("/")
+    plain = "/" + os.path.normpath(value).lstrip("/")
+    if len(plain.encode()) > PATH_BYTES_MAX or max(len(name.encode()) for name in plain.split("/")) > NAME_BYTES_MAX:
+        accepted = f"at most {PATH_BYTES_MAX} bytes, and {NAME_BYTES_MAX} between slashes"
+        raise ConfigError(f"{key}: {value!r} is too long; accepted: {accepted}")
+    return plain
 
 
 def _ssd_paths(value: object) -> tuple[str, ...]:
@@ -349,6 +359,15 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
+def _is_encodable(value: object) -> bool:
+    """Whether every text in a value is UTF-8, keys too."""
+    if isinstance(value, Mapping):
+        return all(map(_is_encodable, value)) and all(map(_is_encodable, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_encodable, value))
+    return not isinstance(value, str) or _is_utf8(value)
+
+
 def _endurance(value: object) -> dict[str, Any] | None:
     if value == "off":
         return None
@@ -363,12 +382,15 @@ def _endurance(value: object) -> dict[str, Any] | None:
 
 def _reject_unknown(raw: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:
     known = struct.__struct_fields__
-    for key in raw:
+    for key, value in raw.items():
+        if key in known and not _is_encodable(value) and (accepted := _ACCEPTED.get(f"{prefix}{key}")):
+            raise ConfigError(f"{prefix}{key}: {value!r} is not {accepted}")  # msgspec would fail to say so.
         if key not in known:
             word = str(key).lower().replace("-", "_")
             near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
+            shown = str(key).encode(errors="backslashreplace").decode()
             raise ConfigError(
-                f"{prefix}{key}: unknown key, given {raw[key]!r}; did you mean {prefix}{near[0]}? "
+                f"{prefix}{shown}: unknown key, given {value!r}; did you mean {prefix}{near[0]}? "
                 f"accepted: {', '.join(prefix + name for name in known)}"
             )
 
