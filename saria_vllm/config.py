@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from saria_vllm.errors import ConfigError
+from saria_vllm.errors import ConfigError, is_drive_fault
 
 _UNITS = {
     "B": 1,
@@ -28,6 +28,12 @@ AdmissionPolicy = Literal["return", "saria", "score", "full_duplicate", "dram_on
 SsdEngineName = Literal["auto", "io_uring", "posix"]
 
 SSD_PATHS_MAX = 64
+
+PATH_BYTES_MAX = 3900
+"""Linux takes 4095 of a whole path; our own names come below it."""
+
+NAME_BYTES_MAX = 252
+"""Linux takes 255 of one name; a recording's can get `.63` at its end."""
 
 _RANGES = {
     "admission.evictions": (1, 255),
@@ -42,7 +48,7 @@ _DWPD_RANGE = (0.001, 100.0)
 _ACCEPTED = {
     "ssd_engine": f"one of {', '.join(get_args(SsdEngineName))}",
     "io_cpus": "a list of CPU numbers",
-    "namespace": "a string",
+    "namespace": "a string that UTF-8 can encode",
     "admission.policy": f"one of {', '.join(get_args(AdmissionPolicy))}",
     "admission.threshold": "a number above 0, and for `return` at most 1",
     "endurance.target_dwpd": "a number from {:g} to {:g}".format(*_DWPD_RANGE),
@@ -90,7 +96,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`return`: persist from this probability of a return on, where no write budget moves it; `score`: from this score
     on."""
     ghosts_max: int = 1_000_000
-    """Chunks whose history is remembered after their bytes are gone; about 250 bytes each."""
+    """Chunks whose history is remembered after their bytes are gone; about 235 bytes each."""
 
 
 class EnduranceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,7 +198,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"io_cpus: {list(self.io_cpus)} names a CPU outside 0..{cpus - 1}")
 
     def check_machine(self) -> None:
-        """Check the capacities and paths against this machine, changing nothing.
+        """Check the capacities and paths against this machine, changing nothing. A drive that fails or is read-only is
+        no error of the configuration.
 
         Raises:
             ConfigError: names the key, the value and what is accepted.
@@ -209,14 +216,16 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         places: dict[tuple[int, int, str], str] = {}
         """Paths by the directory that they are in truth: links and second mounts lead to one by several names."""
         for path in self.ssd_paths:
+            if _fails(path):
+                continue
             existing = path
             while not os.path.lexists(existing):
                 existing = os.path.dirname(existing)
             if not os.path.isdir(existing):
                 raise ConfigError(f"ssd_paths: {path!r}: {existing!r} is not a directory; accepted: {accepted}")
-            if not os.access(existing, os.W_OK | os.X_OK):
-                raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             stat = os.statvfs(existing)
+            if not os.access(existing, os.W_OK | os.X_OK) and not stat.f_flag & os.ST_RDONLY:
+                raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             if not stat.f_blocks:
                 raise ConfigError(
                     f"ssd_paths: {path!r}: {existing!r} is on a file system without space of its own; "
@@ -227,7 +236,7 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if other != path:
                 raise ConfigError(f"ssd_paths: {other!r} and {path!r} are one directory; accepted: each directory once")
             disks[device] = stat.f_blocks * stat.f_frsize, disks.get(device, (0, 0))[1] + 1
-        most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=0)
+        most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=self.ssd_capacity)
         if self.ssd_capacity > most:
             raise ConfigError(
                 f"ssd_capacity: {format_bytes(self.ssd_capacity)} is more than the disks under ssd_paths hold, each "
@@ -283,6 +292,23 @@ def _cpu_allowed(cpu: int) -> bool:
     return True
 
 
+def _fails(path: str) -> bool:
+    """Whether a path, or what there is of it, cannot be looked at because its drive fails."""
+    while True:
+        try:
+            os.stat(path)
+            os.statvfs(path)
+            return False
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if is_drive_fault(error):
+                return True
+        if path == "/":
+            return False
+        path = os.path.dirname(path)
+
+
 def memory_limit_bytes() -> int:
     """Memory of this machine, or of this container where that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -307,7 +333,11 @@ def _path(value: object, key: str) -> str:
         raise ConfigError(f"{key}: {value!r} is not text that UTF-8 can encode; accepted: absolute paths")
     if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value or re.search(r"\$[A-Za-z_{(]", value):
         raise ConfigError(f"{key}: {value!r} is not an absolute path ('~' and variables are not expanded)")
-    return "/" + os.path.normpath(value).lstrip("/")
+    plain = "/" + os.path.normpath(value).lstrip("/")
+    if len(plain.encode()) > PATH_BYTES_MAX or max(len(name.encode()) for name in plain.split("/")) > NAME_BYTES_MAX:
+        accepted = f"at most {PATH_BYTES_MAX} bytes, and {NAME_BYTES_MAX} between slashes"
+        raise ConfigError(f"{key}: {value!r} is too long; accepted: {accepted}")
+    return plain
 
 
 def _ssd_paths(value: object) -> tuple[str, ...]:
@@ -329,6 +359,15 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
+def _is_encodable(value: object) -> bool:
+    """Whether every text in a value is UTF-8, keys too."""
+    if isinstance(value, Mapping):
+        return all(map(_is_encodable, value)) and all(map(_is_encodable, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_encodable, value))
+    return not isinstance(value, str) or _is_utf8(value)
+
+
 def _endurance(value: object) -> dict[str, Any] | None:
     if value == "off":
         return None
@@ -343,12 +382,15 @@ def _endurance(value: object) -> dict[str, Any] | None:
 
 def _reject_unknown(raw: Mapping[str, Any], struct: type[msgspec.Struct], prefix: str) -> None:
     known = struct.__struct_fields__
-    for key in raw:
+    for key, value in raw.items():
+        if key in known and not _is_encodable(value) and (accepted := _ACCEPTED.get(f"{prefix}{key}")):
+            raise ConfigError(f"{prefix}{key}: {value!r} is not {accepted}")  # msgspec would fail to say so.
         if key not in known:
             word = str(key).lower().replace("-", "_")
             near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
+            shown = str(key).encode(errors="backslashreplace").decode()
             raise ConfigError(
-                f"{prefix}{key}: unknown key, given {raw[key]!r}; did you mean {prefix}{near[0]}? "
+                f"{prefix}{shown}: unknown key, given {value!r}; did you mean {prefix}{near[0]}? "
                 f"accepted: {', '.join(prefix + name for name in known)}"
             )
 

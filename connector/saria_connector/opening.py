@@ -24,7 +24,7 @@ from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.storage.format import records_per_segment
 from saria_vllm.storage.namespace import EngineDirectory, namespace_name
-from saria_vllm.storage.reclaim import reclaim_others
+from saria_vllm.storage.reclaim import Claimed, claim_with_room, reclaim_others
 from saria_vllm.types import FoundChunk, OpenedSsd, OpenSsd
 
 logger = logging.getLogger("vllm.saria")
@@ -43,6 +43,8 @@ class SsdOpening:
         self.generation = 0
         self.directory: EngineDirectory | None = None
         self.wear: Wear | None = None
+        self._paths: tuple[str, ...] = ()
+        """Those of the ssd paths that are used: what the drives' numbers stand for."""
         self._until = 0.0
         """Until when lookups wait; 0 once the tier is open or off."""
         self._reclaimer: threading.Thread | None = None
@@ -54,37 +56,51 @@ class SsdOpening:
         self._reports: list[OpenedSsd] = []
 
     def claim(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        """Take this engine's directory.
+        """Take this engine's directory, on the drives that let it. Without any the tier is off.
 
         Raises:
-            StorageError: it cannot be made or leased.
+            StorageError: a path cannot be used, or no directory is free.
         """
         for reason in process_only_reasons(vllm_config):
             logger.warning("SARIA: what is persisted to SSD will not be used after a restart: %s", reason)
         sizing = self._sizing
         parts = fingerprint_parts(vllm_config, kv_cache_config, sizing.groups, sizing.shapes, self._config.namespace)
         preferred = getattr(vllm_config.parallel_config, "data_parallel_rank_local", 0) or 0
-        self.directory = self._lease(namespace_name(parts), parts, preferred)
+        claimed = self._lease(namespace_name(parts), parts, preferred)
+        if claimed.directory is None:
+            self._off("; ".join(claimed.left_out))
+            return
+        for problem in claimed.left_out:
+            logger.error("SARIA: a drive is left out until a restart: %s", problem)
+        self.directory, self._paths = claimed.directory, claimed.directory.paths
         self.generation = self.directory.generation
         self._until = self._clock() + OPENING_S
         if self._config.endurance is not None:
-            paths, index = self._config.ssd_paths, self.directory.index
-            self.wear = Wear(self._config.endurance, paths, index, sizing.engines, self._clock())
+            paths, index = self.directory.paths, self.directory.index
+            try:
+                self.wear = Wear(self._config.endurance, paths, index, sizing.engines, self._clock())
+            except StorageError as error:
+                self.release()
+                self._off(str(error))
+                return
             self._tiers.evictor.governor = self.wear.governor
 
-    def _lease(self, namespace: str, parts: dict[str, Any], preferred: int) -> EngineDirectory:
+    def _lease(self, namespace: str, parts: dict[str, Any], preferred: int) -> Claimed:
         """The preferred engine directory; another one only when a few seconds do not free it.
 
         An engine that is still going down holds its lease for a moment, and its successor should find its cache.
         """
         give_up = time.monotonic() + LEASE_WAIT_S
         while True:
-            directory = EngineDirectory.claim(self._config.ssd_paths, namespace, parts, preferred)
-            if directory.index == preferred:
-                return directory
+            claimed = claim_with_room(self._config.ssd_paths, namespace, parts, preferred)
+            for path in claimed.removed:
+                logger.warning("SARIA removed %s: its drive was full", path)
+            directory = claimed.directory
+            if directory is None or directory.index == preferred:
+                return claimed
             if time.monotonic() > give_up:
                 logger.warning("SARIA: another engine has e%d; this one uses e%d", preferred, directory.index)
-                return directory
+                return claimed
             directory.release()
             time.sleep(0.2)
 
@@ -110,10 +126,10 @@ class SsdOpening:
     def _reclaim(self, directory: EngineDirectory) -> None:
         """Make room under `ssd_capacity`, then let the workers open. On a thread: unlinking much takes seconds."""
         config, sizing = self._config, self._sizing
-        per_segment = sizing.segment_bytes * sizing.ranks * len(config.ssd_paths)
+        per_segment = sizing.segment_bytes * sizing.ranks * len(directory.paths)
         segments_max = sizing.segments_max
         try:
-            ours, removed = reclaim_others(config.ssd_paths, directory, config.ssd_capacity)
+            ours, removed = reclaim_others(directory.paths, directory, config.ssd_capacity)
         except Exception as error:
             self._off(f"{type(error).__name__}: {error}")
             return
@@ -146,11 +162,11 @@ class SsdOpening:
         next_segment = max(report.next_segment for report in reports)
         sizing = self._sizing
         records = [records_per_segment(shape.record_bytes, sizing.segment_bytes) for shape in sizing.shapes]
-        drives = len(self._config.ssd_paths)
+        drives = len(self._paths)
         extents = ExtentAllocator(drives, self._segments_max, records, next_segment)
         for drive in range(drives):
             if not all(report.drives[drive] for report in reports):
-                logger.error("SARIA: drive %s is left out until a restart", self._config.ssd_paths[drive])
+                logger.error("SARIA: drive %s is left out until a restart", self._paths[drive])
                 extents.leave_out(drive)
         seen = {chunk.extent[:2] for report in reports for chunk in report.found}
         oldest_first = sorted(found, key=lambda chunk: (chunk.extent.segment, chunk.extent.record))
@@ -163,7 +179,9 @@ class SsdOpening:
         """Begin a generation; False when not durably."""
         if self.directory is None:
             self.generation += 1
-            return True
+            if self._config.ssd_paths:
+                logger.error("SARIA: after a restart the cache may not be reset: the SSD tier is off")
+            return not self._config.ssd_paths
         try:
             self.directory.bump_generation()
             return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,10 @@ import pytest
 
 from content import Content
 from harness import Engine, prompt
+from saria_connector import opening
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.tiers import Tiers
+from saria_vllm.storage import namespace
 from saria_vllm.types import Extent, FoundChunk
 
 pytestmark = pytest.mark.vllm
@@ -208,6 +213,60 @@ def test_an_ssd_that_cannot_be_opened_is_left_out(make: Make, tmp_path: Path) ->
     engine.flush_hbm()
     engine.serve("again", prompt(100))
     assert engine.offered("again") == [96] and engine.side.tiers.chunks.extents is None
+
+
+def no_room(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_at_start_leaves_dram_only(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(namespace, "write_durably", no_room)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    engine = make(**ssd(tmp_path, dram_capacity="64MiB"))
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([line for line in said if "No space left" in line]) == 1
+    assert any(line.startswith(f"SARIA: the SSD tier is off: {tmp_path}/ssd/saria/") for line in said)
+    engine.serve("cold", prompt(100))
+    engine.flush_hbm()
+    engine.serve("again", prompt(100))
+    assert engine.offered("again") == [96] and engine.worker.opened is None
+    assert engine.connector.reset_cache() is False, "what an earlier process left on SSD is not reset"
+    engine.serve("reset", prompt(100))
+    assert engine.offered("reset")[-1] in (None, 0)
+
+
+def test_a_drive_whose_size_cannot_be_told_leaves_dram_only(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        raise StorageError("Input/output error")
+
+    monkeypatch.setattr(opening, "Wear", fails)
+    engine = make(**ssd(tmp_path))
+    assert engine.side.ssd.directory is None
+    engine.serve("cold", prompt(100))
+    monkeypatch.undo()
+    second = make(**ssd(tmp_path)).side.ssd.directory
+    assert second is not None and second.index == 0, "nothing is leased"
+
+
+def test_a_drive_that_is_full_at_start_is_left_out(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = namespace.write_durably
+
+    def write_durably(directory_fd: int, *text: str) -> None:
+        if os.readlink(f"/proc/self/fd/{directory_fd}").startswith(f"{tmp_path}/full/"):
+            no_room()
+        write(directory_fd, *text)
+
+    monkeypatch.setattr(namespace, "write_durably", write_durably)
+    engine = make(**ssd(tmp_path, ssd_paths=[f"{tmp_path}/full", f"{tmp_path}/ssd"]))
+    engine.serve("cold", prompt(100))
+    assert engine.worker.opened is not None
+    assert [path.partition("/saria/")[0] for path in engine.worker.opened.directories] == [f"{tmp_path}/ssd"]
+    assert engine.side.tiers.chunks.extents is not None and engine.side.tiers.chunks.extents.drives == 1
+    assert engine.connector.reset_cache() is True
 
 
 @pytest.mark.parametrize("late", [0, 1])

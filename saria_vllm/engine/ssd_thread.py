@@ -14,8 +14,7 @@ from saria_vllm import _native
 from saria_vllm.engine.jobs import Ends, LoadState, PersistState, pin_this_thread
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import SsdEngine
-from saria_vllm.errors import SariaError
-from saria_vllm.storage.drives import NO_ROOM
+from saria_vllm.errors import NO_ROOM, SariaError
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import GroupShape
 

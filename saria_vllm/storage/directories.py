@@ -31,13 +31,23 @@ def open_path(path: str, names: tuple[str, ...] = (), create: bool = False) -> I
     Raises:
         StorageError: one of `names` is a symlink, no directory, or another user's.
         OSError: missing (ENOENT) and not to be created, or as from mkdir(2) and open(2).
+
+    Both name the whole path.
     """
     if create:
         os.makedirs(path, exist_ok=True)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        at = path
         for name in names:
-            child = open_directory(fd, name, create)
+            try:
+                child = open_directory(fd, name, create)
+            except StorageError as error:
+                raise StorageError(f"{at}/{error}") from None
+            except OSError as error:
+                error.filename = f"{at}/{name}"
+                raise
+            at = f"{at}/{name}"
             os.close(fd)
             fd = child
         yield fd

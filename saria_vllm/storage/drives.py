@@ -7,14 +7,11 @@ import mmap
 import os
 import threading
 
-from saria_vllm.errors import StorageError
+from saria_vllm.errors import NO_ROOM, StorageError
 from saria_vllm.storage.directories import open_regular
 from saria_vllm.types import RECORD_ALIGN_BYTES
 
 PROBE_NAME = "probe"
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a drive that is full: it may have room later."""
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_ALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)

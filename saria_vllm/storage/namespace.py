@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from saria_vllm.errors import StorageError
+from saria_vllm.errors import NO_ROOM, DriveError, StorageError, is_drive_fault
 from saria_vllm.storage.directories import (
     GENERATION_NAME,
     NAMESPACE_NAME,
@@ -28,6 +29,8 @@ ENGINES_MAX = 1024
 """Engine directories that `claim` tries before it gives up."""
 
 _GENERATION_MAX = 2**63
+
+_ACCEPTED = "a directory that this user can write in, with nothing else in the place of SARIA's own files"
 
 
 def namespace_name(parts: Mapping[str, Any]) -> str:
@@ -97,6 +100,7 @@ class EngineDirectory:
         """Take the first k >= `preferred` that no living engine holds on any of the paths.
 
         Raises:
+            DriveError: a drive is full, read-only, gone or fails. Nothing is held.
             StorageError: a path cannot be used, a component below it is a symlink or another user's, or no
                 directory is free. The message names the path; nothing is held.
         """
@@ -118,6 +122,11 @@ class EngineDirectory:
         raise StorageError(f"{list(paths)}: no free engine directory from e{preferred} on")
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """The ssd paths that it is on."""
+        return self._paths
+
+    @property
     def directories(self) -> tuple[str, ...]:
         """One engine directory per path, in the order of the paths."""
         return tuple(os.path.join(path, *self.names) for path in self._paths)
@@ -134,7 +143,14 @@ class EngineDirectory:
             StorageError: not durable on the paths that the message names. It holds in this process all the same.
         """
         self._generation += 1
-        self._write_generation(Generation(self._generation, process_only=True), self._paths)
+        failures = []
+        for path in self._paths:
+            try:
+                self._write_generation(Generation(self._generation, process_only=True), path)
+            except StorageError as error:
+                failures.append(str(error))
+        if failures:
+            raise StorageError("generation not durable: " + "; ".join(failures))
         return self._generation
 
     def release(self) -> None:
@@ -158,37 +174,43 @@ class EngineDirectory:
             number += int.from_bytes(os.urandom(6), "little")
         self._generation = number
         current = Generation(self._generation, process_only=False)
-        self._write_generation(current, [path for path in self._paths if stored[path][0] != current])
+        behind = [path for path in self._paths if stored[path][0] != current]
+        # The furthest behind first: if it cannot be written, the others keep the generation of what they hold.
+        for path in sorted(behind, key=lambda path: stored[path][0] or Generation(0, False)):
+            self._write_generation(current, path)
 
     def _read_generation(self, path: str) -> tuple[Generation | None, bool]:
         """What a path says, and whether that is doubtful: damaged, or missing beside records."""
-        with _naming(path), open_path(path, self.names) as fd:
+        with _naming(path, *self.names), open_path(path, self.names) as fd:
             data = read_small(fd, GENERATION_NAME)
             generation = parse_generation(data) if data is not None else None
             return generation, generation is None and (data is not None or bool(names_in(fd, RANK_NAME)))
 
-    def _write_generation(self, generation: Generation, paths: Sequence[str]) -> None:
-        failures = []
-        for path in paths:
-            try:
-                with open_path(path, self.names) as fd:
-                    write_durably(fd, GENERATION_NAME, pack_generation(generation))
-            except (OSError, StorageError) as error:
-                failures.append(f"{path}: {error}")
-        if failures:
-            raise StorageError("generation not durable: " + "; ".join(failures))
+    def _write_generation(self, generation: Generation, path: str) -> None:
+        with _naming(path, *self.names), open_path(path, self.names) as fd:
+            write_durably(fd, GENERATION_NAME, pack_generation(generation))
 
 
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
+def _naming(path: str, *names: str) -> Iterator[None]:
+    """Turn what is raised for `path`/`names`... into the errors of `EngineDirectory.claim`."""
     try:
         yield
+    except StorageError as error:
+        raise StorageError(f"ssd_paths: {path!r}: {error}; accepted: {_ACCEPTED}") from None
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+        where = os.path.join(path, *names, os.fsdecode(error.filename2 or error.filename or "")).rstrip("/")
+        problem = f"{where}: {error.strerror or error}"
+        if is_drive_fault(error):
+            raise DriveError(problem, path, error.errno in NO_ROOM) from error
+        if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            problem = f"{where}: not a regular file"
+        raise StorageError(f"ssd_paths: {path!r}: {problem}; accepted: {_ACCEPTED}") from error
 
 
 def _make_namespace(path: str, namespace: str, parts: Mapping[str, Any]) -> None:
-    with _naming(path), open_path(path, (TOP_NAME, namespace), create=True) as fd:
+    names = (TOP_NAME, namespace)
+    with _naming(path, *names), open_path(path, names, create=True) as fd:
         if read_small(fd, PARTS_NAME) is None:
             try:
                 write_durably(fd, PARTS_NAME, json.dumps(parts, indent=1, sort_keys=True) + "\n")
@@ -202,7 +224,8 @@ def _lease_all(paths: Sequence[str], namespace: str, index: int) -> tuple[int, .
     complete = False
     try:
         for path in sorted(paths):
-            with _naming(path), open_path(path, (TOP_NAME, namespace, f"e{index}"), create=True) as fd:
+            names = (TOP_NAME, namespace, f"e{index}")
+            with _naming(path, *names), open_path(path, names, create=True) as fd:
                 lease = try_lease(fd)
             if lease is None:
                 return None

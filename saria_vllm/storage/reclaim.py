@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from saria_vllm.errors import StorageError
+from saria_vllm.errors import DriveError, StorageError
 from saria_vllm.storage.directories import (
     ENGINE_NAME,
     GENERATION_NAME,
@@ -19,10 +19,11 @@ from saria_vllm.storage.directories import (
     names_in,
     open_directory,
     open_path,
+    read_small,
     try_lease,
 )
 from saria_vllm.storage.drives import PROBE_NAME
-from saria_vllm.storage.namespace import EngineDirectory
+from saria_vllm.storage.namespace import EngineDirectory, parse_generation
 from saria_vllm.storage.recovery import segment_of_name
 
 _BLOCK_BYTES = 512
@@ -40,6 +41,70 @@ class _Other(NamedTuple):
     path: str
     """The ssd path."""
     names: tuple[str, ...]
+
+
+class Claimed(NamedTuple):
+    """What `claim_with_room` came to."""
+
+    directory: EngineDirectory | None
+    """None when no drive can be used."""
+    left_out: list[str]
+    """A message for each path that `directory` is not on."""
+    removed: list[str]
+    """Engine directories that went because their drive was full."""
+
+
+def claim_with_room(ssd_paths: Sequence[str], namespace: str, parts: Mapping[str, Any], preferred: int) -> Claimed:
+    """`EngineDirectory.claim` on those of the paths whose drives let it.
+
+    A drive that is too full to claim a directory loses others' unleased ones, one by one: those that were reset in
+    their process first, since a claim drops what they hold, then the least recently modified. Of `namespace` only the
+    former go. Nothing goes before all that is wrong with the other paths was looked for.
+
+    Raises:
+        StorageError: as from `EngineDirectory.claim`, but for what a drive does.
+    """
+    removed: list[str] = []
+    while True:
+        directory, faults = _claim_good(ssd_paths, namespace, parts, preferred)
+        freed = [gone for fault in faults if fault.full and (gone := _free_some(fault.path, namespace))]
+        if not freed:
+            return Claimed(directory, [str(fault) for fault in faults], removed)
+        removed += freed
+        if directory is not None:
+            directory.release()
+
+
+def _claim_good(
+    ssd_paths: Sequence[str], namespace: str, parts: Mapping[str, Any], preferred: int
+) -> tuple[EngineDirectory | None, list[DriveError]]:
+    paths = list(ssd_paths)
+    faults: list[DriveError] = []
+    while paths:
+        try:
+            return EngineDirectory.claim(paths, namespace, parts, preferred), faults
+        except DriveError as fault:
+            faults.append(fault)
+            paths.remove(fault.path)
+    return None, faults
+
+
+def _free_some(path: str, namespace: str) -> str | None:
+    """Remove the engine directory under a path that is missed least; None when none can be removed."""
+    others = [(not _process_only(other), other) for other in _survey(path)[1]]
+    for used, other in sorted(others):
+        if not (used and namespace in other.names) and _remove(other):
+            return os.path.join(path, *other.names)
+    return None
+
+
+def _process_only(other: _Other) -> bool:
+    try:
+        with open_path(other.path, other.names) as fd:
+            generation = parse_generation(read_small(fd, GENERATION_NAME) or b"")
+    except (OSError, StorageError):
+        return False
+    return generation is not None and generation.process_only
 
 
 def reclaim_others(ssd_paths: Sequence[str], keep: EngineDirectory, capacity_bytes: int) -> tuple[int, list[str]]:
@@ -127,6 +192,7 @@ def _remove(other: _Other) -> bool:
             gone = _remove_engine(namespace_fd, engine)
             if not names_in(namespace_fd, ENGINE_NAME):
                 _unlink(namespace_fd, PARTS_NAME)
+                _unlink(namespace_fd, f"{PARTS_NAME}.new")
                 with open_path(other.path, (TOP_NAME,)) as top_fd:
                     _rmdir(top_fd, parents[-1])
             return gone

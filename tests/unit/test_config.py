@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -483,6 +484,32 @@ def test_b49_an_unwritable_directory_is_refused(tmp_path: Path, monkeypatch: pyt
     message = machine_refusal(ssd_at(tmp_path / "new"))
     assert message.startswith(f"ssd_paths: {str(tmp_path / 'new')!r}: cannot write in {str(tmp_path)!r}; accepted: ")
     assert asked == [(str(tmp_path), os.W_OK | os.X_OK)]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOTCONN, errno.ESTALE])
+def test_a_drive_that_fails_is_no_error_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """It is left out when it is opened."""
+    real = os.stat
+
+    def failing(path: Any, *args: Any, **more: Any) -> os.stat_result:
+        if isinstance(path, str) and path.startswith(str(tmp_path / "dead")):
+            raise OSError(code, os.strerror(code), path)
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(config_module.os, "stat", failing)
+    paths = [str(tmp_path / name) for name in ("dead", "good")]
+    for some in (paths, paths[:1]):
+        SariaConfig.from_extra({**MINIMAL, "ssd_paths": some, "ssd_capacity": "1MiB"}).check_machine()
+
+
+def test_a_read_only_drive_is_no_error_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = os.statvfs(tmp_path)
+    read_only = os.statvfs_result((*disk[:8], disk.f_flag | os.ST_RDONLY, *disk[9:]))
+    monkeypatch.setattr(config_module.os, "statvfs", lambda path: read_only)
+    monkeypatch.setattr(config_module.os, "access", lambda path, mode: False)
+    SariaConfig.from_extra(ssd_at(tmp_path)).check_machine()
 
 
 def test_b49_a_recording_needs_a_directory_and_no_link(tmp_path: Path) -> None:

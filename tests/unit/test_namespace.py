@@ -7,14 +7,14 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saria_vllm.errors import StorageError
+from saria_vllm.errors import DriveError, StorageError
 from saria_vllm.storage import directories
 from saria_vllm.storage.namespace import (
     EngineDirectory,
@@ -251,6 +251,39 @@ def test_a_lease_and_a_generation_that_are_no_files_are_not_waited_for(paths: tu
     os.mkfifo(engine / "lease")
     with pytest.raises(StorageError, match="not a regular file"):
         claim(paths)
+
+
+@pytest.mark.parametrize("name", ["lease", "generation", "generation.new"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("target", path)])
+def test_what_is_in_the_place_of_our_files_is_named(
+    paths: tuple[str, ...], name: str, make: Callable[[Path], None]
+) -> None:
+    claim(paths).release()
+    file = Path(paths[0], "saria", NAME, "e0", name)
+    file.with_name("generation").write_bytes(b"damaged")
+    file.unlink(missing_ok=True)
+    make(file)
+    if name != "lease" and make is not os.mkdir:
+        claim(paths).release()  # It is replaced.
+        return
+    with pytest.raises(StorageError) as caught:
+        claim(paths)
+    assert str(caught.value).startswith(f"ssd_paths: {paths[0]!r}: {file}: not a regular file; accepted: a directory")
+    assert not isinstance(caught.value, DriveError)
+
+
+@pytest.mark.parametrize("name", ["saria", f"saria/{NAME}", f"saria/{NAME}/e0"])
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("/"), os.mkfifo])
+def test_what_is_in_the_place_of_our_directories_is_named(
+    paths: tuple[str, ...], name: str, make: Callable[[Path], None]
+) -> None:
+    at = Path(paths[0], name)
+    at.parent.mkdir(parents=True)
+    make(at)
+    with pytest.raises(StorageError) as caught:
+        claim(paths)
+    assert str(caught.value).startswith(f"ssd_paths: {paths[0]!r}: {at}: a symlink or no directory")
+    assert "; accepted: a directory that this user can write in" in str(caught.value)
 
 
 def test_paths_that_cannot_be_used_are_storage_errors(tmp_path: Path) -> None:
