@@ -49,6 +49,10 @@ def store_id(namespace: str, engine_index: int, rank: int) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"saria-store").digest()
 
 
+RESETS_MAX = 1 << 32
+"""Generations that one process can begin."""
+
+
 class Generation(NamedTuple):
     """A generation as one path's file has it."""
 
@@ -169,7 +173,7 @@ class EngineDirectory:
         known = [generation for generation, _ in stored.values() if generation is not None]
         number = max((generation.number for generation in known), default=1)
         if any(generation.process_only for generation in known):
-            number += 1
+            number += RESETS_MAX  # There may be records of later resets, too, which could not be written down.
         if any(doubtful for _, doubtful in stored.values()):
             number += int.from_bytes(os.urandom(6), "little")
         self._generation = number

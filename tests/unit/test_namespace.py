@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from saria_vllm.errors import DriveError, StorageError
 from saria_vllm.storage import directories
 from saria_vllm.storage.namespace import (
+    RESETS_MAX,
     EngineDirectory,
     Generation,
     namespace_name,
@@ -147,29 +148,29 @@ def test_generations_of_resets_are_for_one_process(paths: tuple[str, ...]) -> No
     engine = claim(paths)
     assert (engine.bump_generation(), engine.bump_generation(), engine.generation) == (2, 3, 3)
     engine.release()
-    assert generation_after_restart(paths) == 4
-    assert generation_after_restart(paths) == 4
+    assert generation_after_restart(paths) == 3 + RESETS_MAX
+    assert generation_after_restart(paths) == 3 + RESETS_MAX
 
 
 def test_generation_is_durable_against_kill(paths: tuple[str, ...]) -> None:
     holder = Holder(paths, bumps=3)
     assert holder.generation == 4
     holder.kill()
-    assert generation_after_restart(paths) == 5
+    assert generation_after_restart(paths) == 4 + RESETS_MAX
 
 
 def test_the_highest_generation_over_the_paths_counts(paths: tuple[str, ...]) -> None:
     engine = claim(paths[:1])
     engine.bump_generation()
     engine.release()
-    assert generation_after_restart(paths) == 3
-    assert generation_after_restart(paths[1:]) == 3
+    assert generation_after_restart(paths) == 2 + RESETS_MAX
+    assert generation_after_restart(paths[1:]) == 2 + RESETS_MAX
 
 
 def test_a_half_done_bump_begins_another(paths: tuple[str, ...]) -> None:
     claim(paths).release()
     Path(paths[1], "saria", NAME, "e0", "generation").write_text(pack_generation(Generation(2, True)))
-    assert generation_after_restart(paths) == 3
+    assert generation_after_restart(paths) == 2 + RESETS_MAX
 
 
 BAD_CRC = b'{"generation": 9, "process_only": false, "crc": 1}\n'
@@ -211,7 +212,22 @@ def test_a_bump_that_is_not_durable_says_so_and_holds_here(paths: tuple[str, ...
         engine.bump_generation()
     assert engine.generation == 2
     engine.release()
-    assert generation_after_restart(paths[:1]) == 3
+    assert generation_after_restart(paths[:1]) == 2 + RESETS_MAX
+
+
+def test_records_of_a_reset_that_was_not_durable_are_not_used_after_a_restart(paths: tuple[str, ...]) -> None:
+    """The reset before it was: it is what the files tell."""
+    engine = claim(paths)
+    assert engine.bump_generation() == 2
+    for path in paths:
+        os.rename(path, path + "-gone")
+    with pytest.raises(StorageError):
+        engine.bump_generation()
+    of_records = engine.generation
+    for path in paths:
+        os.rename(path + "-gone", path)
+    engine.release()
+    assert generation_after_restart(paths) > of_records
 
 
 @pytest.mark.parametrize("link", ["saria", f"saria/{NAME}", f"saria/{NAME}/e0"])
