@@ -103,8 +103,16 @@ def test_b60_requests_of_before_a_reset_store_nothing_after_it(make: Make) -> No
     engine.add("before", prompt(60), 60)
     engine.steps_of(10)
     engine.connector.reset_cache()
+    of_before = engine.begun("store") + [job for step in engine._queue for job in step.metadata.stores]
+    assert of_before
     engine.run()
-    assert engine.stored_chunks("before") == 0
+    assert len(engine.keys(engine.requests["before"])) > 3, "chunks are completed after the reset"
+    assert engine.begun("store") == of_before
+    index = engine.side.tiers.chunks.index
+    assert not [key for key in engine.keys(engine.requests["before"]) if key in index.rows[0]]
+    engine.flush_hbm()
+    engine.serve("after", prompt(60))
+    assert engine.offered("after") == [0] and engine.stored_chunks("after") == 3
 
 
 def test_b60_reset_through_the_scheduler(make: Make) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
-from saria_vllm.policy.extents import DRIVE_PAUSE_S, ExtentAllocator
-from saria_vllm.types import Extent, Ints
+from saria_vllm.policy.extents import (
+    DRIVE_PAUSE_S,
+    SEGMENT_BYTES_MAX,
+    SEGMENT_OVERHEAD_BYTES,
+    SEGMENTS_WANTED,
+    ExtentAllocator,
+    choose_segments,
+)
+from saria_vllm.storage.format import records_per_segment
+from saria_vllm.types import RECORD_ALIGN_BYTES, Extent, Ints
 
 
 def places(*extents: Extent | None) -> Ints:
@@ -225,3 +235,45 @@ def test_a_drive_left_out_gets_nothing_and_loses_nothing() -> None:
     assert not adopt(extents, Extent(1, 50, 0), 0, 7)
     extents.end_adoption(60, [(1, 50), (0, 51)])
     assert extents.retired == [(0, 51)], "what other ranks have on the drive stays"
+
+
+# Sizes.
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("budget", "records", "chosen"),
+    [
+        (32 * GIB, [MIB], (GIB, 32)),
+        (100 * GIB, [MIB], (GIB, 100)),  # larger segments would give up more at once
+        (100 * GIB + MIB, [MIB], (GIB, 100)),
+        (8 * GIB, [MIB], (256 * MIB, 32)),
+        (8 * GIB, [MIB] * 32, (128 * MIB, 64)),  # an open segment and a full one for each group
+        (16 * MIB, [4096, MIB], (MIB + (64 << 10), 15)),  # at least one record
+        (4 * (MIB + (64 << 10)), [4096, MIB], (MIB + (64 << 10), 4)),
+        (4 * (MIB + (64 << 10)) - 1, [4096, MIB], (0, 0)),
+        (64 * GIB, [2 * GIB], (2 * GIB + (64 << 10), 31)),
+        (0, [4096], (0, 0)),
+    ],
+)
+def test_segments_of_a_budget(budget: int, records: list[int], chosen: tuple[int, int]) -> None:
+    assert choose_segments(budget, records) == chosen
+
+
+def test_segments_use_a_budget_and_never_exceed_it() -> None:
+    rng = random.Random(1)
+    for _ in range(20_000):
+        records = [
+            rng.randint(1, 1 << rng.randint(0, 14)) * RECORD_ALIGN_BYTES for _ in range(rng.choice((1, 1, 2, 3, 20)))
+        ]
+        budget = rng.randint(0, 1 << rng.randint(12, 46))
+        segment_bytes, segments = choose_segments(budget, iter(records))
+        least = max(records) + SEGMENT_OVERHEAD_BYTES
+        assert (segments == 0) == (segment_bytes == 0) == (budget < 2 * len(records) * least)
+        if not segments:
+            continue
+        assert segments * segment_bytes <= budget < (segments + 1) * segment_bytes
+        assert least <= segment_bytes <= max(least, SEGMENT_BYTES_MAX)
+        assert segments >= SEGMENTS_WANTED or segment_bytes == least
+        assert all(records_per_segment(size, segment_bytes) > 0 for size in records)
