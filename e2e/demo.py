@@ -21,8 +21,8 @@ from typing import Any
 
 import demo_report
 from models import ensure_model
-from saria_vllm.cli.replay import add_arguments, replay
-from saria_vllm.cli.replay_drive import ReplayPlan, parse_counters
+from saria_vllm.cli.replay import FALLBACK_VOCAB, add_arguments, make_plan, replay, wanted_sessions
+from saria_vllm.cli.replay_drive import ReplayPlan, ServerInfo, parse_counters
 from saria_vllm.errors import SariaError
 from server import Server, ServerDied
 
@@ -52,14 +52,19 @@ SETTLE_S = 20.0
 def main() -> int:
     """Run the arms, print, compare."""
     arguments = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    began = time.monotonic()
-    arguments.out.mkdir(parents=True, exist_ok=True)
     if set(arguments.arms) & set(SARIA_ARMS) and importlib.util.find_spec("saria_connector") is None:
         print("demo: saria_connector is not installed here; run `make demo`, or --arms 'no connector'", file=sys.stderr)
         return 2
-    model = ensure_model(MODEL)
     options = _replay_options(arguments)
+    try:
+        _check(options)
+    except SariaError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    model = ensure_model(MODEL)
     results: list[dict[str, Any]] = []
     try:
         for number, arm in enumerate(arguments.arms, 1):
@@ -108,6 +113,22 @@ def _replay_options(arguments: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
+def _check(options: list[str]) -> None:
+    """What each replay does before its first request, so that nothing is started for a trace that cannot be replayed.
+
+    Raises:
+        SariaError: it cannot be read, or nothing of it fits.
+    """
+    arguments = _parsed(options)
+    make_plan(arguments, wanted_sessions(arguments), ServerInfo(MODEL, CONTEXT_TOKENS, FALLBACK_VOCAB[1]))
+
+
+def _parsed(options: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(options)
+
+
 def _run_arm(arm: str, model: Path, options_of_replay: list[str], out: Path, began: float) -> dict[str, Any]:
     """Serve, replay, ask the sample again; SSD files are removed afterwards."""
     name = arm.replace(" ", "_")
@@ -151,9 +172,7 @@ def connector_config(arm: str, ssd: Path) -> dict[str, Any] | None:
 
 def _replay(url: str, options: list[str]) -> tuple[ReplayPlan, dict[str, Any]]:
     """What `saria replay` does, keeping the prompts."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    plan, report = replay(parser.parse_args(["--url", url, *options]))
+    plan, report = replay(_parsed(["--url", url, *options]))
     if report["failed"]:
         errors = [turn["error"] for turn in report["turns"] if turn["error"]]
         raise ServerDied(f"{report['failed']} requests failed, the first with: {errors[0]}")

@@ -196,6 +196,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cpus = os.cpu_count() or 1
         if any(not 0 <= cpu < cpus for cpu in self.io_cpus):
             raise ConfigError(f"io_cpus: {list(self.io_cpus)} names a CPU outside 0..{cpus - 1}")
+        if len(set(self.io_cpus)) < len(self.io_cpus):
+            raise ConfigError(f"io_cpus: {list(self.io_cpus)} names a CPU twice; accepted: each CPU once")
 
     def check_machine(self) -> None:
         """Check the capacities and paths against this machine, changing nothing. A drive that fails or is read-only is

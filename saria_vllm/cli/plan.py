@@ -47,7 +47,7 @@ from saria_vllm.sim.planning import (
 )
 from saria_vllm.sim.profiles import HARDWARE, MODELS, Hardware, Model, hardware, model
 from saria_vllm.sim.simulator import SimConfig
-from saria_vllm.sim.workload import synthetic_sessions
+from saria_vllm.sim.workload import SESSIONS_MAX, synthetic_sessions
 
 BUILT_IN_SESSIONS = 48
 PREFILL_TOKENS_S = 10_000.0
@@ -187,7 +187,9 @@ def _counts(text: str) -> list[int]:
 
 
 def _trace(arguments: argparse.Namespace) -> Trace:
-    if not arguments.trace:
+    if arguments.trace is None:
+        if arguments.sessions > SESSIONS_MAX:
+            raise ConfigError(f"--sessions {arguments.sessions}: expected at most {SESSIONS_MAX} built-in sessions")
         sessions = synthetic_sessions(random.Random(f"{arguments.start_seed} plan"))
         return Trace(list(itertools.islice(sessions, arguments.sessions or BUILT_IN_SESSIONS)), "built-in", False, 0)
     trace = read_trace(arguments.trace, skip_bad=arguments.skip_bad)
@@ -199,7 +201,7 @@ def _trace(arguments: argparse.Namespace) -> Trace:
 def _workload(arguments: argparse.Namespace, trace: Trace) -> dict[str, Any]:
     requests = [request for session in trace.sessions for request in session.requests]
     return {
-        "trace": arguments.trace or "built-in",
+        "trace": "built-in" if arguments.trace is None else arguments.trace,
         "sessions": len(trace.sessions),
         "requests": len(requests),
         "prompt_tokens": sum(request.input_tokens for request in requests),

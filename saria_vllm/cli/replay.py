@@ -31,9 +31,10 @@ from saria_vllm.cli.replay_drive import ReplayPlan, ServerError, ServerInfo, dri
 from saria_vllm.cli.replay_report import print_report, summarise
 from saria_vllm.sim.prompts import PromptMaker, fitting_scale
 from saria_vllm.sim.trace import Session, read_sessions, session_starts
-from saria_vllm.sim.workload import synthetic_sessions
+from saria_vllm.sim.workload import SESSIONS_MAX, synthetic_sessions
 
 FALLBACK_VOCAB = (1000, 30_000)
+NUMBER_MAX = 1_000_000_000
 _SKIPPED_MAX = 100
 """Sessions looked at for each one wanted, before giving up."""
 
@@ -44,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", default="http://127.0.0.1:8000", help="server (default %(default)s)")
     add("--model", help="model name to ask for (default: the first of /v1/models)")
     add("--trace", metavar="FILE", help="trace, plain or gzip (default: built-in seeded sessions)")
-    add("--sessions", type=_above(0), default=8, metavar="N", help="sessions to replay (default %(default)s)")
+    add("--sessions", type=_above(0, SESSIONS_MAX), default=8, metavar="N",
+        help="sessions to replay (default %(default)s)")  # fmt: skip
     add("--max-turns", type=_above(0), metavar="M", help="at most M turns of each session")
     add("--min-turns", type=_above(0), default=1, metavar="M",
         help="skip sessions with fewer turns that fit (default %(default)s)")  # fmt: skip
@@ -86,7 +88,7 @@ def replay(arguments: argparse.Namespace) -> tuple[ReplayPlan, dict[str, Any]]:
         TraceError, UsageError: nothing was sent.
         ServerError: the server is not there.
     """
-    sessions = _sessions(arguments)
+    sessions = wanted_sessions(arguments)
 
     async def go() -> tuple[ReplayPlan, dict[str, Any]]:
         info = await server_info(arguments.url, arguments.model)
@@ -139,7 +141,7 @@ def make_plan(arguments: argparse.Namespace, found: Iterable[Session], info: Ser
         timeout_s=arguments.timeout,
         turns_left_out=left_out,
         seed=arguments.seed,
-        trace=arguments.trace or "built-in",
+        trace="built-in" if arguments.trace is None else arguments.trace,
     )
 
 
@@ -167,9 +169,14 @@ def _fitting(
     return kept, cut
 
 
-def _sessions(arguments: argparse.Namespace) -> Iterator[Session]:
+def wanted_sessions(arguments: argparse.Namespace) -> Iterator[Session]:
+    """The sessions of the trace, or built-in ones without end, as long as they are wanted.
+
+    Raises:
+        TraceError: the trace cannot be read.
+    """
     found: Iterable[Session]
-    if arguments.trace:
+    if arguments.trace is not None:
         # Read whole, so that a malformed line is reported before the first request.
         found = [session for session in read_sessions(arguments.trace) if not session.fork_of]
     else:
@@ -185,11 +192,11 @@ def _model_vocab(info: ServerInfo) -> tuple[int, int]:
     return FALLBACK_VOCAB
 
 
-def _above(low: int) -> Any:
+def _above(low: int, most: int = NUMBER_MAX) -> Any:
     def parse(text: str) -> int:
         value = int(text)
-        if value <= low:
-            raise argparse.ArgumentTypeError(f"{value} is not above {low}")
+        if not low < value <= most:
+            raise argparse.ArgumentTypeError(f"{value} is not above {low} and at most {most}")
         return value
 
     parse.__name__ = "whole number"

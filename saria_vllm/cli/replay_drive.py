@@ -215,7 +215,7 @@ class _Driver:
 
     async def run(self, advance: Any) -> None:
         async with asyncio.TaskGroup() as group:
-            for _ in range(self.plan.concurrency):
+            for _ in range(min(self.plan.concurrency, len(self.plan.sessions))):
                 group.create_task(self._work(advance))
 
     async def _work(self, advance: Any) -> None:

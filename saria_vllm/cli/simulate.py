@@ -155,6 +155,8 @@ def _check_profiles(arguments: argparse.Namespace) -> None:
 
 
 def _copies_by_day(arguments: argparse.Namespace) -> list[int]:
+    if arguments.repeat_days > COPIES_MAX:
+        raise _too_many_copies(arguments.repeat_days)
     copies = [1] * arguments.repeat_days
     for text in arguments.load_step:
         match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", text)
@@ -165,8 +167,12 @@ def _copies_by_day(arguments: argparse.Namespace) -> list[int]:
             )
         copies[int(match[1]) :] = [int(match[2])] * (len(copies) - int(match[1]))
     if sum(copies) > COPIES_MAX:
-        raise ConfigError(f"--repeat-days and --load-step: {sum(copies)} copies; expected at most {COPIES_MAX}")
+        raise _too_many_copies(sum(copies))
     return copies
+
+
+def _too_many_copies(copies: int) -> ConfigError:
+    return ConfigError(f"--repeat-days and --load-step: {copies} copies; expected at most {COPIES_MAX}")
 
 
 def _kv_bytes_token(arguments: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from saria_vllm.sim.trace import (
     decode_compact,
     decoded,
     id_runs,
+    open_trace,
     trace_lines,
 )
 
@@ -104,11 +105,7 @@ def _directory(name: str, skips: _Skips) -> Trace:
 
 
 def _file(name: str, first_session: int, skips: _Skips) -> Trace:
-    try:
-        file = open(name, "rb")  # noqa: SIM115
-    except OSError as error:
-        raise TraceError(f"{name}: cannot be opened: {error.strerror}; expected a trace file") from None
-    with file:
+    with open_trace(name) as file:
         lines = _until_bad(trace_lines(file, name, EXPECTED), skips)
         may_be_one_object = True
         while (found := next(lines, None)) is not None:

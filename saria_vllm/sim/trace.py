@@ -28,6 +28,7 @@ Run = tuple[int, int]
 
 _LOCAL_BITS = 32
 _INDEX_BITS, _LENGTH_BITS = 16, 20
+_BUFFER_BYTES = 1 << 16
 _TOOLS = 1 << 60
 _SYSTEM = 2 << 60
 
@@ -108,15 +109,24 @@ def read_sessions(source: str | os.PathLike[str] | IO[bytes]) -> Iterator[Sessio
         TraceError: the file cannot be read or is malformed; names file, line and what was expected.
     """
     if isinstance(source, str | os.PathLike):
-        name = os.fspath(source)
-        try:
-            file: IO[bytes] = open(name, "rb")  # noqa: SIM115
-        except OSError as error:
-            raise TraceError(f"{name}: cannot be opened: {error.strerror}; expected a trace file") from None
-        with file:
-            yield from _read(file, name)
+        with open_trace(os.fspath(source)) as file:
+            yield from _read(file, os.fspath(source))
     else:
-        yield from _read(io.BytesIO(source.read()), str(getattr(source, "name", "<stream>")))
+        yield from _read(source, str(getattr(source, "name", "<stream>")))
+
+
+def open_trace(name: str) -> IO[bytes]:
+    """A trace file or pipe, to be read from its beginning.
+
+    Raises:
+        TraceError: there is none, or it may not be read.
+    """
+    try:
+        return open(name, "rb")
+    except (OSError, ValueError) as error:
+        shown = name if name.isprintable() and name else repr(name)
+        problem = getattr(error, "strerror", None) or error
+        raise TraceError(f"{shown}: cannot be opened: {problem}; expected a trace file") from None
 
 
 def _read(file: IO[bytes], name: str) -> Iterator[Session]:
@@ -124,17 +134,33 @@ def _read(file: IO[bytes], name: str) -> Iterator[Session]:
         yield decode_compact(line, number, f"{name}, line {number}")
 
 
+class _Whole(io.RawIOBase):
+    """A stream from its beginning, of which `head` was read: a pipe cannot seek."""
+
+    def __init__(self, head: bytes, rest: IO[bytes]) -> None:
+        self._head, self._rest = head, rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._head or self._rest.read(len(buffer))
+        self._head = b""
+        buffer[: len(data)] = data
+        return len(data)
+
+
 def trace_lines(file: IO[bytes], name: str, expected: str) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank with their numbers from 1, of a plain or gzip file that can seek.
+    """Lines that are not blank with their numbers from 1, of a plain or gzip file or pipe.
 
     Raises:
         TraceError: the file is cut short, cannot be read or is empty; `expected` says what it should hold.
     """
-    packed = file.read(2) == b"\x1f\x8b"
-    file.seek(0)
-    lines: Any = gzip.GzipFile(fileobj=file) if packed else file
     number = 0
     try:
+        head = file.read(2)
+        whole = io.BufferedReader(_Whole(head, file), _BUFFER_BYTES)
+        lines: Any = gzip.GzipFile(fileobj=whole) if head == b"\x1f\x8b" else whole
         for line in lines:
             number += 1
             if line.strip():

@@ -18,6 +18,9 @@ BLOCK_TOKENS = 64
 PROMPTS = 12
 """Kinds of (tools, system prompt) in one workload: sessions of one product version share them."""
 
+SESSIONS_MAX = 100_000
+"""Most sessions that a command makes, or sends to a server: some GB."""
+
 _ROUNDS_MAX = 1000
 
 

@@ -286,6 +286,7 @@ def test_b49_a_missing_dram_capacity_says_what_to_give() -> None:
         ("io_cpus", 0, "a list of CPU numbers"),
         ("io_cpus", [-1], "0.."),
         ("io_cpus", [10**6], "0.."),
+        ("io_cpus", [0, 0], "each CPU once"),
         ("namespace", 5, "a string"),
         ("namespace", None, "a string"),
         ("namespace", ["a"], "a string"),

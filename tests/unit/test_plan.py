@@ -397,6 +397,9 @@ def test_html_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
         (["--life-years", "-1"], "--life-years -1: expected a number of at least 0"),
         (["--starts", "soon"], "--starts soon: expected a number with a unit"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: cannot be opened"),
+        (["--trace", ""], "'': cannot be opened"),
+        (["--trace", "no\0name"], r"'no\x00name': cannot be opened"),
+        (["--sessions", "1" + "0" * 30], "0: expected at most 100000 built-in sessions"),
     ],
 )
 def test_the_impossible_is_refused_in_one_line(capsys, options, message):

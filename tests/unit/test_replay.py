@@ -1,5 +1,6 @@
 """`saria replay` against a small server that answers as vLLM does."""
 
+import asyncio
 import itertools
 import json
 import threading
@@ -191,6 +192,15 @@ def test_concurrency_is_bounded_and_sessions_stay_closed_loops(capsys, serve, tr
     assert all(turn["counters"] is None for turn in report["turns"])
 
 
+def test_no_more_requests_than_sessions_are_waited_for(capsys, serve, trace, monkeypatch):
+    made = []
+    create_task = asyncio.TaskGroup.create_task
+    monkeypatch.setattr(asyncio.TaskGroup, "create_task", lambda *args: made.append(0) or create_task(*args))
+    status, output = replay(capsys, serve(), "--trace", trace, "--json", "--concurrency", "100000")
+    assert (status, json.loads(output.out)["requests"]) == (0, 15)
+    assert len(made) == 3
+
+
 def test_think_scale_waits(capsys, serve, trace):
     _, output = replay(
         capsys, serve(), "--trace", trace, "--json", "--think-scale", "0.01", "--arrival-gap", "0", "--concurrency", "3"
@@ -322,6 +332,8 @@ def test_built_in_sessions_need_no_file(capsys, serve):
     [
         ["--scale", "2"], ["--scale", "x"], ["--sessions", "0"], ["--vocab", "9"], ["--vocab", "9:3"], ["--nonsense"],
         ["--output-tokens", "0"], ["--think-scale", "-1"],
+        *([key, "1" + "0" * 400] for key in ("--sessions", "--concurrency", "--timeout", "--max-prompt-tokens")),
+        ["--sessions", "100001"],
     ],
 )  # fmt: skip
 def test_bad_usage_is_status_2(capsys, options):
@@ -339,6 +351,15 @@ def test_a_bad_trace_is_status_2_and_nothing_is_sent(capsys, serve, trace):
     assert status == 2
     assert f"{trace}, line 4" in output.err
     assert server.prompts == []
+
+
+@pytest.mark.parametrize("name", ["", "no\0name"])
+def test_a_trace_without_a_usable_name_is_status_2(capsys, serve, name):
+    server = serve()
+    status, output = replay(capsys, server, "--trace", name)
+    assert (status, server.prompts) == (2, [])
+    assert f"{name!r}: cannot be opened: " in output.err
+    assert len(output.err.splitlines()) == 1
 
 
 def test_no_server_is_status_1(capsys):

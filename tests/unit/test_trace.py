@@ -1,13 +1,18 @@
 """The trace reader: ids exactly as the format says, errors that name the place."""
 
+import contextlib
+import errno
 import gzip
 import io
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from saria_vllm.errors import TraceError
+from saria_vllm.sim.formats import read_trace
 from saria_vllm.sim.prompts import PromptMaker, fitting_scale
 from saria_vllm.sim.trace import by_time, read_sessions
 
@@ -119,6 +124,76 @@ def test_files_that_are_no_traces(tmp_path):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(TraceError, match=expected):
             list(read_sessions(tmp_path / name))
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_a_pipe_is_read_as_a_file_is(tmp_path, pack):
+    data = stream(*(session(id=f"s{number}") for number in range(2000))).getvalue()
+    expected = list(read_sessions(io.BytesIO(data)))
+    for read in (lambda name: list(read_sessions(name)), lambda name: read_trace(name).sessions):
+        reader, writer = os.pipe()
+
+        def send(writer=writer):
+            with contextlib.suppress(BrokenPipeError), open(writer, "wb", buffering=0) as file:
+                file.write(pack(data)[:1])
+                file.write(pack(data)[1:])
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            assert read(f"/dev/fd/{reader}") == expected
+        finally:
+            os.close(reader)
+            thread.join()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\x1f", b"\x1f\x8b"])
+def test_a_pipe_with_next_to_nothing(data):
+    for read in (lambda name: list(read_sessions(name)), read_trace):
+        reader, writer = os.pipe()
+        os.write(writer, data)
+        os.close(writer)
+        try:
+            with pytest.raises(TraceError, match=f"^/dev/fd/{reader}, .*; expected"):
+                read(f"/dev/fd/{reader}")
+        finally:
+            os.close(reader)
+
+
+class Broken(io.RawIOBase):
+    """A file whose read number `good` fails as a bad disk does."""
+
+    name = "broken"
+
+    def __init__(self, good):
+        self.good = good
+
+    def read(self, _nbytes):
+        self.good -= 1
+        if self.good < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return b"{}"
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_a_disk_that_fails(good):
+    with pytest.raises(TraceError, match=r"^broken, after line 0: .*Input/output error; expected a whole gzip"):
+        list(read_sessions(Broken(good)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("", "''"), ("a\0b", r"'a\x00b'"), ("no\nfile", r"'no\nfile'"), ("/dev/null/x", "/dev/null/x"), ("/", "/")],
+)
+def test_names_that_cannot_be_opened_are_one_line(name, shown):
+    with pytest.raises(TraceError) as caught:
+        list(read_sessions(name))
+    assert str(caught.value).startswith(f"{shown}: cannot be opened: ")
+    assert len(str(caught.value).splitlines()) == 1
+    if name != "/":
+        with pytest.raises(TraceError) as again:
+            read_trace(name)
+        assert str(again.value) == str(caught.value)
 
 
 def test_by_time_merges_sessions():
