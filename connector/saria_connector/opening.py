@@ -135,7 +135,7 @@ class SsdOpening:
             return
         for path in removed:
             logger.warning("SARIA removed %s to stay within ssd_capacity", path)
-        if ours < per_segment * (segments_max - 1):
+        if ours < per_segment * segments_max:
             segments_max = ours // per_segment
             logger.warning("SARIA: other engines use ssd_capacity; %s are left for this one", format_bytes(ours))
         self._segments_max = segments_max

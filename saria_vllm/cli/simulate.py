@@ -29,6 +29,9 @@ from saria_vllm.sim.timing import Rates, time_requests, wear
 
 GHOSTS_UNBOUNDED = 1 << 40
 DWPD_MAX = 100.0
+
+TIER_CHUNKS_MAX = 1 << 25
+"""Of a simulated tier: some gigabytes of our own memory."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -119,6 +122,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"--ssd-tokens {arguments.ssd_tokens}: expected 0 or at least a chunk of {arguments.chunk_tokens}"
         )
+    most = TIER_CHUNKS_MAX * arguments.chunk_tokens
+    for key in ("dram_tokens", "ssd_tokens"):
+        if getattr(arguments, key) > most:
+            found = f"--{key.replace('_', '-')} {getattr(arguments, key)}"
+            raise ConfigError(f"{found}: expected at most {TIER_CHUNKS_MAX:,} chunks, {most}")
     parse_promotion(arguments.promotion)
     check_ssd_ingress_ratio(arguments.ssd_ingress_ratio)
     _check_profiles(arguments)

@@ -210,6 +210,8 @@ def test_plot_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
     ("options", "message"),
     [
         (["--dram-tokens", "0"], "--dram-tokens 0: expected a number of at least 1"),
+        (["--dram-tokens", "1000000000000"], "--dram-tokens 1000000000000: expected at most 33,554,432 chunks, 21474"),
+        (["--ssd-tokens", "2147483649"], "--ssd-tokens 2147483649: expected at most 33,554,432 chunks, 2147483648"),
         (["--dram-tokens", "63"], "--dram-tokens 63: expected at least a chunk of 64"),
         (["--ssd-tokens", "-1"], "--ssd-tokens -1: expected a number of at least 0"),
         (["--ssd-tokens", "10"], "--ssd-tokens 10: expected 0 or at least a chunk of 64"),
