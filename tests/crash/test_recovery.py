@@ -355,10 +355,14 @@ def test_kill_at_random_points_loses_nothing_committed(tmp_path: Path) -> None:
     rng = random.Random(11)
     committed: dict[Extent, bytes] = {}
     retired: set[tuple[int, int]] = set()
-    for seed in range(10):
+    seed = commits = 0
+    while seed < 10 or commits <= 30:  # A busy machine commits little before it is killed.
+        seed += 1
+        assert seed < 100
         for what, drive, segment, record, key in run_and_kill(directories, seed, rng.uniform(0, 0.05)):
             if what == "commit":
                 committed[Extent(int(drive), int(segment), int(record))] = key.encode()
+                commits += 1
             else:
                 retired.add((int(drive), int(segment)))
         expected = {key for extent, key in committed.items() if extent[:2] not in retired}
@@ -372,7 +376,8 @@ def test_kill_at_random_points_loses_nothing_committed(tmp_path: Path) -> None:
             for directory in directories:
                 used = sum(os.stat(file).st_blocks * 512 for file in (directory / "r0").iterdir())
                 assert used <= 12 * SEGMENT_BYTES
-    assert len(committed) > 30
+        # What was not reported or not done stays as it is: the next run must find it, too.
+        committed, retired = {chunk.extent: chunk.key for chunk in found}, set()
 
 
 def test_writers_and_readers_of_one_store_are_told_apart(tmp_path: Path) -> None:
