@@ -29,6 +29,9 @@ from saria_vllm.types import FoundChunk, OpenedSsd, OpenSsd
 
 logger = logging.getLogger("vllm.saria")
 
+SMALL_FILES_BYTES = 1 << 20
+"""What leases, generations and the like may take beside the segments."""
+
 OPENING_S = 10.0
 """How long requests wait for the SSD tier to open."""
 
@@ -135,7 +138,7 @@ class SsdOpening:
             return
         for path in removed:
             logger.warning("SARIA removed %s to stay within ssd_capacity", path)
-        if ours < per_segment * segments_max:
+        if ours < per_segment * segments_max - SMALL_FILES_BYTES:
             segments_max = ours // per_segment
             logger.warning("SARIA: other engines use ssd_capacity; %s are left for this one", format_bytes(ours))
         self._segments_max = segments_max
