@@ -3,8 +3,8 @@
     python e2e/bench_policy.py --trace ../shared/traces/weka_350.jsonl.gz [--policy P]... [--jobs 2] [--out FILE]
 
 Each run is `saria simulate` with 64-token chunks, 2.2M tokens of DRAM, 32M of SSD replaced by LRU and full promotion;
-"gap" is the share of the hit rate between `saria` and the oracle that a policy closes. Runs found in FILE are not
-repeated.
+"gap" is the share of the hit rate between `saria` and the oracle that a policy closes. P may have more options of
+`simulate` behind it, such as "return --hints stop". Runs found in FILE are not repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from statistics import mean
 
 from rows import Row, Rows
 
-POLICIES = ["dram_only", "full_duplicate", "saria", "return", "return:threshold=0.66", "return:threshold=0.78", "score"]
+POLICIES = [
+    "dram_only", "full_duplicate", "saria", "score", "return", "return:threshold=0.66", "return:threshold=0.8",
+    "return --hints session", "return --hints stop", "return --hints both", "oracle",
+]  # fmt: skip
 STARTS, SEEDS = ["12h", "4h", "2h"], [1, 2, 3]
 
 
@@ -28,7 +31,7 @@ def simulate(trace: str, key: tuple[str, str, int]) -> Row:
     command = [
         sys.executable, "-m", "saria_vllm.cli", "simulate", "--trace", trace, "--starts", starts,
         "--start-seed", str(seed), "--dram-tokens", "2200000", "--ssd-tokens", "32000000",
-        "--admission", policy, "--json",
+        "--json", "--admission", *policy.split(),
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     row: Row = json.loads(done.stdout)
@@ -43,7 +46,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/policy.jsonl"))
     arguments = parser.parse_args()
     rows = Rows(arguments.out)
-    policies = arguments.policy or [*POLICIES, "oracle"]
+    policies = arguments.policy or POLICIES
     wanted = [(policy, starts, seed) for seed in SEEDS for policy in policies for starts in STARTS]
     missing = [key for key in wanted if key not in rows]
     with ThreadPoolExecutor(arguments.jobs) as pool:

@@ -80,13 +80,14 @@ class SsdOpening:
         self._until = self._clock() + OPENING_S
         if self._config.endurance is not None:
             paths, index = self.directory.paths, self.directory.index
+            left_out = len(self._config.ssd_paths) - len(paths)
             try:
-                self.wear = Wear(self._config.endurance, paths, index, sizing.engines, self._clock())
+                self.wear = Wear(self._config.endurance, paths, left_out, index, sizing.engines, self._clock())
             except StorageError as error:
                 self.release()
                 self._off(str(error))
                 return
-            self._tiers.evictor.governor = self.wear.governor
+            self._tiers.evictor.governors = self.wear.governors
 
     def _lease(self, namespace: str, parts: dict[str, Any], preferred: int) -> Claimed:
         """The preferred engine directory; another one only when a few seconds do not free it.

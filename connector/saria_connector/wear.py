@@ -1,4 +1,4 @@
-"""The endurance budget of this engine: the governor that bounds its SSD writes, and its state on the first SSD path.
+"""The endurance budget of this engine: a governor of SSD writes for each drive, and its state on that drive.
 
 The state is encoded on the engine's thread and written on another one, when `SAVE_S` of steps went by or `SAVE_SHARE`
 of a day's budget was written, and at shutdown, which vLLM often leaves out: it kills its engine process at once.
@@ -30,36 +30,20 @@ CLOSE_S = 5.0
 """How long a shutdown waits for a drive that hangs."""
 
 
-class Wear:
-    """See the module's text. `now` is the clock of the steps; the state on disk is in seconds of the wall clock.
+class DriveWear:
+    """The budget of one drive. `now` is the clock of the steps; the state on disk is in seconds of the wall clock, and
+    its days begin at midnight UTC."""
 
-    Raises:
-        StorageError: an SSD path cannot be looked at.
-    """
-
-    def __init__(
-        self, config: EnduranceConfig, ssd_paths: Sequence[str], engine_index: int, engines: int, now: float
-    ) -> None:
-        self._path, self._index = ssd_paths[0], engine_index
-        self._rated_bytes = (config.rated_capacity or device_bytes(ssd_paths)) / engines
-        target, cap = config.target_dwpd * self._rated_bytes, config.hard_cap_dwpd * self._rated_bytes
-        self.governor = Governor(target, cap, now)
-        self._begun = now
+    def __init__(self, path: str, engine_index: int, governor: Governor, now: float) -> None:
+        self._path, self._index, self.governor = path, engine_index, governor
+        self.begun = now
         """Since when all that was written is known."""
         self._restore(now)
-        self._saved_bytes = self.governor.written_bytes
+        self._saved_bytes = governor.written_bytes
         """Written when the state was last saved."""
-        self._save_at, self._report_at = now + SAVE_S, now + REPORT_S
+        self._save_at = now + SAVE_S
         self._writer: threading.Thread | None = None
         self._problem = ""
-        logger.info(
-            "SARIA: this engine may write %s to SSD per day and at most %s in any 24 h (of drives rated %s, shared by "
-            "%d engine(s)); %s now; written so far: %s",
-            *map(format_bytes, (int(target), int(cap), int(self._rated_bytes * engines))),
-            engines,
-            format_bytes(self.governor.room(now)),
-            format_bytes(self.governor.written_bytes),
-        )
 
     def _restore(self, now: float) -> None:
         try:
@@ -71,7 +55,7 @@ class Wear:
         if state is not None:
             wall_s = time.time()
             self.governor.restore(state, now, wall_s)
-            self._begun -= max(0.0, wall_s - min((begin for begin, _ in state.bins), default=wall_s))
+            self.begun -= max(0.0, wall_s - min((begin for begin, _ in state.bins), default=wall_s))
 
     def step(self, now: float) -> None:
         """Once per engine step."""
@@ -85,9 +69,6 @@ class Wear:
                 self._writer.start()
             except RuntimeError:  # Too many threads here.
                 self._writer = None
-        if now >= self._report_at:
-            self._report_at = now + REPORT_S
-            self._report(now)
 
     def _encoded(self, now: float) -> bytes:
         return msgspec.json.encode(self.governor.state(now, time.time()))
@@ -100,26 +81,87 @@ class Wear:
                 logger.warning("SARIA: what was written to SSD will be forgotten at the next start: %s", error)
             self._problem = str(error)
 
-    def _report(self, now: float) -> None:
-        """Say what was written and how long the drives last at this rate, taken over an hour at least."""
-        day = self.governor.last_day_bytes(now)
-        if not day:
-            return
-        rate = day * DAY_S / min(max(now - self._begun, REPORT_S), DAY_S)
-        logger.info(
-            "SARIA: this engine wrote %s to SSD in the last 24 h, %s in all; at this rate drives that are rated for "
-            "one write per day last %.1f years",
-            format_bytes(day),
-            format_bytes(self.governor.written_bytes),
-            drive_life_years(rate, self._rated_bytes),
-        )
-
-    def close(self, now: float) -> None:
-        """Write the state for the next process."""
-        self._report(now)
+    def close(self, now: float, until: float) -> None:
+        """Write the state for the next process; a write under way is awaited until this monotonic time."""
         if self._writer is not None:
-            self._writer.join(CLOSE_S)
+            self._writer.join(max(0.0, until - time.monotonic()))
             if self._writer.is_alive():
                 logger.warning("SARIA: a drive hangs; the last minute of what was written will be forgotten")
                 return
         self._write(self._encoded(now))
+
+
+class Wear:
+    """The budgets of all drives in use; see the module's text.
+
+    Args:
+        left_out: how many configured drives are not in use: their part of the rated capacity is not written to others.
+
+    Raises:
+        StorageError: an SSD path cannot be looked at.
+    """
+
+    def __init__(
+        self, config: EnduranceConfig, ssd_paths: Sequence[str], left_out: int, engine_index: int, engines: int,
+        now: float,
+    ) -> None:  # fmt: skip
+        sizes = device_bytes(ssd_paths)
+        rated = config.rated_capacity * len(ssd_paths) / (len(ssd_paths) + left_out) or sum(sizes)
+        scale = rated / sum(sizes) / engines
+        self._rated_bytes = scale * sum(sizes)
+        self.drives = []
+        for path, size in zip(ssd_paths, sizes, strict=True):
+            target, cap = config.target_dwpd * scale * size, config.hard_cap_dwpd * scale * size
+            governor = Governor(target, cap, now, now - time.time() % DAY_S)
+            self.drives.append(DriveWear(path, engine_index, governor, now))
+        self._report_at = now + REPORT_S
+        logger.info(
+            "SARIA: this engine may write %s to SSD per day and at most %s in any 24 h (of drives rated %s, shared by "
+            "%d engine(s)); %s left today; written so far: %s",
+            format_bytes(int(config.target_dwpd * self._rated_bytes)),
+            format_bytes(int(config.hard_cap_dwpd * self._rated_bytes)),
+            format_bytes(int(self._rated_bytes * engines)),
+            engines,
+            format_bytes(sum(governor.room(now) for governor in self.governors)),
+            format_bytes(self.written_bytes),
+        )
+
+    @property
+    def governors(self) -> list[Governor]:
+        """By drive."""
+        return [drive.governor for drive in self.drives]
+
+    @property
+    def written_bytes(self) -> int:
+        """In all, to all drives."""
+        return sum(governor.written_bytes for governor in self.governors)
+
+    def step(self, now: float) -> None:
+        """Once per engine step."""
+        for drive in self.drives:
+            drive.step(now)
+        if now >= self._report_at:
+            self._report_at = now + REPORT_S
+            self._report(now)
+
+    def _report(self, now: float) -> None:
+        """Say what was written and how long the drives last at this rate, taken over an hour at least."""
+        day = sum(governor.last_day_bytes(now) for governor in self.governors)
+        if not day:
+            return
+        begun = min(drive.begun for drive in self.drives)
+        rate = day * DAY_S / min(max(now - begun, REPORT_S), DAY_S)
+        logger.info(
+            "SARIA: this engine wrote %s to SSD in the last 24 h, %s in all; at this rate drives that are rated for "
+            "one write per day last %.1f years",
+            format_bytes(day),
+            format_bytes(self.written_bytes),
+            drive_life_years(rate, self._rated_bytes),
+        )
+
+    def close(self, now: float) -> None:
+        """Write the states for the next process."""
+        self._report(now)
+        until = time.monotonic() + CLOSE_S
+        for drive in self.drives:
+            drive.close(now, until)

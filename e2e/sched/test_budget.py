@@ -17,15 +17,16 @@ from saria_connector import wear as wear_module
 from saria_connector.wear import SAVE_S, Wear
 from saria_vllm.config import EnduranceConfig
 from saria_vllm.errors import StorageError
-from saria_vllm.policy.endurance import BAND_DAYS, DAY_S, EnduranceState
-from saria_vllm.storage.wear import read_state, write_state
+from saria_vllm.policy.endurance import DAY_S, FRESH_DAYS, EnduranceState
+from saria_vllm.policy.extents import DRIVE_PAUSE_S
+from saria_vllm.storage.wear import device_bytes, read_state, write_state
 
 pytestmark = pytest.mark.vllm
 Make = Callable[..., Engine]
 
 RECORD_BYTES = 512 << 10
 RATED_BYTES = 256 << 20
-FIRST_CHUNKS = int(BAND_DAYS * 0.75 * RATED_BYTES) // RECORD_BYTES
+FIRST_CHUNKS = int(FRESH_DAYS * 0.75 * RATED_BYTES) // RECORD_BYTES
 """What a fresh budget allows."""
 
 
@@ -75,7 +76,7 @@ def test_writes_stop_at_the_budget_and_what_it_refuses_is_counted(make: Make, tm
     assert fill(engine) == FIRST_CHUNKS
     assert engine.counted("dropped_chunks:over_budget") > 0
     assert engine.side.ssd.wear is not None
-    assert engine.side.ssd.wear.governor.written_bytes == FIRST_CHUNKS * RECORD_BYTES
+    assert engine.side.ssd.wear.written_bytes == FIRST_CHUNKS * RECORD_BYTES
     engine.now += 3 * RECORD_BYTES * DAY_S / (0.75 * RATED_BYTES)
     assert fill(engine, seed=50) == 3, "budget accrues with time"
 
@@ -109,7 +110,7 @@ def test_what_was_written_survives_a_restart(make: Make, tmp_path: Path, namespa
     assert fill(engine, seed=50) == 0
     assert engine.counted("dropped_chunks:over_budget") > 0
     assert engine.side.ssd.wear is not None
-    assert engine.side.ssd.wear.governor.written_bytes == FIRST_CHUNKS * RECORD_BYTES
+    assert engine.side.ssd.wear.written_bytes == FIRST_CHUNKS * RECORD_BYTES
 
 
 def kept(tmp_path: Path) -> EnduranceState | None:
@@ -126,13 +127,14 @@ def test_a_crash_forgets_half_a_minute_or_a_small_share(
     wear = engine.side.ssd.wear
     assert wear is not None
     fill(engine, 3)
-    written = wear.governor.written_bytes
+    written = wear.written_bytes
     if share == 1.0:
         assert written and kept(tmp_path) is None
         engine.now += SAVE_S
         engine.serve("step", prompt(20, seed=90))
-    assert wear._writer is not None
-    wear._writer.join()
+    (drive,) = wear.drives
+    assert drive._writer is not None
+    drive._writer.join()
     state = kept(tmp_path)
     assert state is not None
     assert state.written_bytes >= (written if share == 1.0 else RECORD_BYTES)
@@ -197,12 +199,15 @@ def test_a_state_that_cannot_be_used_is_said_and_does_not_stop_the_start(
         assert state is not None and state.written_bytes == FIRST_CHUNKS * RECORD_BYTES
 
 
-def test_budget_and_drive_life_are_said(make: Make, tmp_path: Path, said: list[str]) -> None:
+def test_budget_and_drive_life_are_said(
+    make: Make, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wear_module.time, "time", lambda: 20_000 * DAY_S + DAY_S / 2)
     engine = make(**small(tmp_path))
     (line,) = [line for line in said if "may write" in line]
     assert line == (
         "SARIA: this engine may write 192.00MiB to SSD per day and at most 256.00MiB in any 24 h (of drives rated "
-        "256.00MiB, shared by 1 engine(s)); 7.68MiB now; written so far: 0B"
+        "256.00MiB, shared by 1 engine(s)); 84.48MiB left today; written so far: 0B"
     )
     fill(engine)
     engine.close()
@@ -213,8 +218,64 @@ def test_budget_and_drive_life_are_said(make: Make, tmp_path: Path, said: list[s
 
 
 def test_local_engines_share_the_budget_and_the_drives_size_is_the_default(tmp_path: Path) -> None:
-    wears = [Wear(EnduranceConfig(), [str(tmp_path)], index, engines, 5.0) for index, engines in ((0, 1), (1, 4))]
-    budgets = [wear.governor.budget_bytes_day for wear in wears]
-    assert budgets[0] == pytest.approx(4 * budgets[1])
-    assert budgets[0] > 0
-    assert wears[1].governor.cap_bytes_day == pytest.approx(budgets[1] / 0.75)
+    wears = [Wear(EnduranceConfig(), [str(tmp_path)], 0, index, engines, 5.0) for index, engines in ((0, 1), (1, 4))]
+    (one,), (quarter,) = (wear.governors for wear in wears)
+    assert one.budget_bytes_day == pytest.approx(4 * quarter.budget_bytes_day)
+    assert one.budget_bytes_day == pytest.approx(0.75 * device_bytes([str(tmp_path)])[0])
+    assert quarter.cap_bytes_day == pytest.approx(quarter.budget_bytes_day / 0.75)
+
+
+def test_each_drive_has_the_budget_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wear_module, "device_bytes", lambda paths: [10**9 * (1 + int(path[-1])) for path in paths])
+    paths = [f"{tmp_path}/{drive}" for drive in range(3)]
+    by_size = Wear(EnduranceConfig(), paths, 0, 0, 1, 5.0).governors
+    assert [governor.budget_bytes_day for governor in by_size] == pytest.approx([0.75e9, 1.5e9, 2.25e9])
+    rated = EnduranceConfig(rated_capacity=12 * 10**9)
+    assert [governor.cap_bytes_day for governor in Wear(rated, paths, 0, 0, 2, 5.0).governors] == pytest.approx(
+        [1e9, 2e9, 3e9]
+    )
+    (alone,) = Wear(rated, paths[:1], 2, 0, 1, 5.0).governors
+    assert alone.cap_bytes_day == pytest.approx(4e9), "what the missing drives are rated for is not written to it"
+
+
+def test_no_drive_gets_more_than_its_own_budget(make: Make, tmp_path: Path) -> None:
+    """Two drives on one disk, one of which fails all writes for a while: the other takes no more for it."""
+    paths = [f"{tmp_path}/a", f"{tmp_path}/b"]
+    engine = make(**small(tmp_path, ssd_paths=paths, ssd_capacity="128MiB"))
+    engine.serve("first", prompt(20, seed=90))
+    wear, extents = engine.side.ssd.wear, engine.side.tiers.chunks.extents
+    assert wear is not None and extents is not None
+    extents.pause(1, engine.now)
+    each = FIRST_CHUNKS // 2
+    assert fill(engine) == each
+    assert [governor.written_bytes // RECORD_BYTES for governor in wear.governors] == [each, 0]
+    engine.now += DRIVE_PAUSE_S
+    assert fill(engine, seed=50) == each
+    assert [governor.written_bytes // RECORD_BYTES for governor in wear.governors] == [each, each]
+    engine.close()
+    engine = make(**small(tmp_path, ssd_paths=paths[1:]))
+    assert fill(engine, seed=70) > 0, "of the whole rating, which is this drive's now"
+    assert engine.side.ssd.wear is not None
+    assert engine.side.ssd.wear.written_bytes > each * RECORD_BYTES, "its history came with it"
+
+
+def test_admission_is_as_generous_as_the_drive_with_most_left_allows(make: Make, tmp_path: Path) -> None:
+    paths = [f"{tmp_path}/a", f"{tmp_path}/b"]
+    engine = make(**small(tmp_path, ssd_paths=paths, ssd_capacity="128MiB"))
+    fill(engine)
+    evictor, extents = engine.side.tiers.evictor, engine.side.tiers.chunks.extents
+    assert extents is not None
+    engine.now += DAY_S / 96
+    spent, left = evictor.governors
+    spent.spend(spent.room(engine.now), engine.now)
+
+    def strictness() -> float:
+        budget = evictor._budget(0, engine.now)
+        assert budget is not None
+        return budget.strictness
+
+    assert strictness() == left.threshold(engine.now) < 0.99 < spent.threshold(engine.now)
+    extents.pause(1, engine.now)
+    assert strictness() == spent.threshold(engine.now), "the other is not written to"
+    extents.leave_out(0)
+    assert evictor._budget(0, engine.now) == (1.0, 0)

@@ -66,8 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--start-seed", type=int, default=1, help="of session starts and of built-in sessions")
     add("--hardware", default="h200", help=f"one of {', '.join(HARDWARE)} (default %(default)s)")
     add("--model", help=f"one of {', '.join(MODELS)}")
-    add("--kv-bytes-token", type=int, metavar="N", help="bytes of KV of one token, over all layers and ranks; in place "
-        "of the model's, or without --model for any other")  # fmt: skip
+    add("--kv-bytes-per-token", type=int, metavar="N",
+        help="bytes of KV of one token, over all layers and ranks; in place of the model's, or without --model for any "
+        "other")  # fmt: skip
     add("--prefill-tokens-s", type=float, default=PREFILL_TOKENS_S, metavar="R",
         help="of one GPU, where there is no --model (default %(default)g)")  # fmt: skip
     add("--dram", metavar="SIZES", help="as 256GiB,512GiB (default: 32 to 256 GiB for each GPU)")
@@ -135,16 +136,16 @@ def _endurance(target_dwpd: float) -> EnduranceConfig | None:
 
 def _profiles(arguments: argparse.Namespace) -> tuple[Hardware, Model]:
     machine = hardware(arguments.hardware)
-    kv = arguments.kv_bytes_token
+    kv = arguments.kv_bytes_per_token
     if kv is not None and kv < 1:
-        raise ConfigError(f"--kv-bytes-token {kv}: expected a number of at least 1")
+        raise ConfigError(f"--kv-bytes-per-token {kv}: expected a number of at least 1")
     if not arguments.prefill_tokens_s > 0:
         raise ConfigError(f"--prefill-tokens-s {arguments.prefill_tokens_s:g}: expected a number above 0")
     if arguments.model:
         known = model(arguments.model)
         return machine, known if kv is None else msgspec.structs.replace(known, kv_bytes_token=kv)
     if kv is None:
-        raise ConfigError(f"--model: missing; choose one of {', '.join(MODELS)}, or give --kv-bytes-token")
+        raise ConfigError(f"--model: missing; choose one of {', '.join(MODELS)}, or give --kv-bytes-per-token")
     return machine, custom_model(kv, arguments.prefill_tokens_s, machine)
 
 

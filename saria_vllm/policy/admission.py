@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.hints import Hints
-from saria_vllm.policy.index import NONE, ChunkIndex, Rows
+from saria_vllm.policy.index import NONE, ChunkIndex, Mask, Rows
 from saria_vllm.policy.returns import Returns
 
 
@@ -43,6 +43,15 @@ Reasons = npt.NDArray[np.uint8]
 """A reason number for each row that was asked about."""
 
 
+class Budget(NamedTuple):
+    """What is left of the write budget."""
+
+    strictness: float
+    """What it asks for: 0 while it is ample, 1 when it is spent."""
+    chunks: int
+    """How many it has room for now."""
+
+
 class Admission(Protocol):
     def arrived(self, index: ChunkIndex, rows: Rows, now: float, hints: Hints) -> int:
         """A request came with these rows of its chunks in order, -1 where one is unknown. Returns a number that its
@@ -51,11 +60,8 @@ class Admission(Protocol):
     def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
         """The chunks entered DRAM or were reused there; `reuses` counts this one. None: nothing to write yet."""
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
-        """The chunks are leaving DRAM and are not on SSD; `evictions` does not count this one yet.
-
-        `strictness` is what the write budget asks for: 0 while it is ample, 1 when it is spent, None without one.
-        """
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
+        """The chunks are leaving DRAM and are not on SSD; `evictions` does not count this one yet."""
 
 
 class Unlearned:
@@ -74,14 +80,14 @@ class FullDuplicate(Unlearned):
     def kept(self, index: ChunkIndex, rows: Rows) -> Reasons | None:
         return np.full(len(rows), EVERY_CHUNK, np.uint8)
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
         return np.full(len(rows), EVERY_CHUNK, np.uint8)
 
 
 class DramOnly(Unlearned):
     """Never persist."""
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
         return np.full(len(rows), NEVER, np.uint8)
 
 
@@ -100,7 +106,7 @@ class Saria(Unlearned):
             return None
         return np.where(index.reuses[rows] >= self._reuses_min, np.uint8(REUSE_COUNT), np.uint8(NOT_YET))
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
         often = index.evictions[rows] >= self._evictions_min - 1
         reasons = np.where(often, np.uint8(EVICTION_COUNT), np.uint8(NOT_YET))
         kept = self.kept(index, rows)
@@ -115,7 +121,7 @@ class Score(Unlearned):
     def __init__(self, threshold: float) -> None:
         self._threshold, self._lifetime_s = threshold, 0.0
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
         idle = np.maximum(now - index.touched[rows], 1e-3)
         self._lifetime_s += (float(idle.mean()) - self._lifetime_s) * (0.02 if self._lifetime_s else 1.0)
         lifetime = max(self._lifetime_s, 1e-3)
@@ -123,7 +129,9 @@ class Score(Unlearned):
         reuses = index.reuses[rows].astype(np.float64)
         score = reuses * lifetime / residency * np.exp(-idle / lifetime)
         gap = residency / np.maximum(reuses, 1e-9)
-        threshold = self._threshold if strictness is None else self._threshold + strictness * (8 - self._threshold)
+        threshold = self._threshold
+        if budget is not None:
+            threshold += budget.strictness * (8 - self._threshold)
         return np.where((score >= threshold) & (gap > lifetime), np.uint8(SCORE_HIGH), np.uint8(SCORE_LOW))
 
 
@@ -150,12 +158,11 @@ class Return(Unlearned):
         # Who touches a chunk touches all before it: those of the session's visit before were touched then or later.
         kept = int((visits >= mine).sum()) if mine else 0
         returned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        return self.returns.visit(len(rows), known, last, returned, now, hints, kept)
+        absent = (index.ssd[rows[:known]] == NONE).nonzero()[0]
+        on_ssd = int(absent[0]) if absent.size else known
+        return self.returns.visit(len(rows), known, last, returned, now, hints, kept, on_ssd)
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
-        threshold = self._threshold
-        if strictness is not None:
-            threshold = THRESHOLD_LOWEST + strictness * (1 - THRESHOLD_LOWEST)
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
         reasons = np.full(len(rows), RETURN_UNLIKELY, np.uint8)
         again = index.evictions[rows] > 0
         visits = index.visit[rows]
@@ -177,11 +184,21 @@ class Return(Unlearned):
                     continue
                 probability, burst = self.returns.evicted(visit, is_left, is_again, count, now)
                 index.burst[rows[some]] = burst
-                if probability >= threshold:
-                    reasons[some] = RETURN_LIKELY
-                elif is_left:
-                    reasons[some] = BRANCH_LEFT
+                admitted = self._admitted(visit, index.depth[rows[some]], probability, budget)
+                reasons[some] = np.where(admitted, RETURN_LIKELY, BRANCH_LEFT if is_left else RETURN_UNLIKELY)
         return reasons
+
+    def _admitted(
+        self, visit: int, depths: npt.NDArray[np.int32], probability: float, budget: Budget | None
+    ) -> Mask | bool:
+        """Which of a visit's chunks are written. They leave DRAM the last ones first, and a hole makes what is behind
+        it useless: under a budget, no more is begun than there is room for, and what was begun is finished."""
+        if budget is None:
+            return probability >= self._threshold
+        if self.returns.begun(visit):
+            return probability >= THRESHOLD_LOWEST
+        threshold = THRESHOLD_LOWEST + budget.strictness * (1 - THRESHOLD_LOWEST)
+        return probability >= threshold and self.returns.begin(visit, depths, budget.chunks)
 
 
 def make_admission(config: AdmissionConfig, chunk_tokens: int) -> Admission:

@@ -1,24 +1,53 @@
 """How many bytes may be written to the SSDs: a budget of drive writes per day, spent where it helps most.
 
-The budget accrues evenly. What is unused is carried over, up to a day's worth; while much of it is there, admission is
-generous, and as the last of it goes the admission threshold rises smoothly until what is written equals what accrues. A
-hard cap over any 24 hours stands above.
+While a day's demand fits into what is left of its budget, admission is as generous as can be. Where it does not, the
+budget is planned along the demand of the days before: when a fifth of what a day usually asks for has come, about a
+fifth may be spent, and the admission threshold rises smoothly as what the plan allows goes. Unused budget is kept, up
+to a day's worth, and given out little by little. A hard cap over any 24 hours stands above.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 
 import msgspec
 
 DAY_S = 86_400.0
 
-CARRY_DAYS = 1.0
+KEPT_DAYS = 1.0
 """Unused budget that is kept, in days of it."""
 
-BAND_DAYS = 0.04
-"""The threshold rises over the last of the budget: from its lowest at this much to 1 at nothing. Bytes per day stray
-from the budget by no more than the level moves within this band."""
+DRAWN_DAYS = 0.04
+"""What a day may take of that, so that what is written per day stays near the budget."""
+
+BAND_DAYS = 0.2
+"""The threshold rises over the last of what the plan allows by now: from its lowest at this much to 1 at nothing."""
+
+FRESH_DAYS = 0.04
+"""What a new deployment begins with."""
+
+TIGHT = 1.25
+"""Where the demand is so many times what is left the plan rules alone, and not at all where it fits."""
+
+LEAD = 1.2
+"""The plan runs ahead of the usual demand by this much, so that a quiet end of a day leaves no budget over."""
+
+LAST_SHARE = 1 / 3
+"""Of a day's demand, during which the band narrows to nothing: what is left is better spent than kept."""
+
+EVEN_SHARE = 0.1
+"""Of the plan, whatever the demand was: it may come at another time."""
+
+FADING = 0.7
+"""Weight of the days before in the usual demand."""
+
+USUAL_SHARE = 0.1
+"""A day's demand is expected to be the usual one, until this share of it has come and says otherwise."""
+
+_PARTS = 96
+"""Of a day, in which demand is counted."""
 
 _BIN_S = 300.0
 
@@ -30,7 +59,18 @@ class EnduranceState(msgspec.Struct):
     """What must survive a restart. Times are seconds of the wall clock."""
 
     saved_s: float
-    level_bytes: float
+    day_began_s: float
+    spent_bytes: float
+    """In this day."""
+    kept_bytes: float
+    """Of earlier days, what this one may draw of it included."""
+    drawn_bytes: float
+    joined: float
+    """The share of this day's demand that had come before anything was counted."""
+    usual_bytes: list[float]
+    """Demand by part of the day, over the days before."""
+    asked_bytes: list[float]
+    """Of this day."""
     written_bytes: int
     """In all."""
     bins: list[tuple[float, int]]
@@ -38,18 +78,26 @@ class EnduranceState(msgspec.Struct):
 
 
 class Governor:
-    """Budget of one set of drives. `now` is seconds of any one clock that never goes back.
+    """Budget of one drive. `now` is seconds of any one clock that never goes back.
 
     Args:
-        budget_bytes_day: what may be written per day, over all drives.
+        budget_bytes_day: what may be written per day.
         cap_bytes_day: what no 24 hours ever exceed.
+        day_began: when this day began, less than a day before `now`; by default now.
     """
 
-    def __init__(self, budget_bytes_day: float, cap_bytes_day: float, now: float) -> None:
+    def __init__(
+        self, budget_bytes_day: float, cap_bytes_day: float, now: float, day_began: float | None = None
+    ) -> None:
         assert 0 < budget_bytes_day <= cap_bytes_day
         self.budget_bytes_day, self.cap_bytes_day = budget_bytes_day, cap_bytes_day
-        self._level = BAND_DAYS * budget_bytes_day
         self._now = now
+        self._day_began = now if day_began is None else day_began
+        self._usual, self._asked = [0.0] * _PARTS, [0.0] * _PARTS
+        self._plan = _plan(self._usual)
+        self._kept = self._drawn = self._spent = 0.0
+        self._joined = self._due()
+        self._spent = self._level(self._joined) - FRESH_DAYS * budget_bytes_day
         self._bins: deque[tuple[float, int]] = deque()
         self._last_day = 0
         self.written_bytes = 0
@@ -57,29 +105,69 @@ class Governor:
         """The highest threshold that was asked for."""
 
     def _advance(self, now: float) -> None:
-        if now > self._now:
-            accrued = (now - self._now) * self.budget_bytes_day / DAY_S
-            self._level = min(self._level + accrued, CARRY_DAYS * self.budget_bytes_day)
-            self._now = now
+        self._now = max(self._now, now)
+        if self._now >= self._day_began + DAY_S:
+            self._begin_day(int((self._now - self._day_began) // DAY_S))
         while self._bins and self._bins[0][0] + _BIN_S <= self._now - DAY_S:
             self._last_day -= self._bins.popleft()[1]
+
+    def _begin_day(self, days: int) -> None:
+        """So many days ended since the last call."""
+        unused = days * self.budget_bytes_day - self._spent
+        self._kept = min(max(0.0, self._kept + unused), KEPT_DAYS * self.budget_bytes_day)
+        self._drawn = min(self._kept, DRAWN_DAYS * self.budget_bytes_day)
+        self._day_began += days * DAY_S
+        self._spent = self._joined = 0.0
+        if any(self._asked):
+            self._usual = [
+                FADING * usual + (1 - FADING) * asked for usual, asked in zip(self._usual, self._asked, strict=True)
+            ]
+            self._asked = [0.0] * _PARTS
+            self._plan = _plan(self._usual)
+
+    def _due(self) -> float:
+        """The share of a day's demand that has usually come by now."""
+        whole, part = divmod((self._now - self._day_began) / DAY_S * _PARTS, 1.0)
+        before, after = self._plan[int(whole)], self._plan[min(int(whole) + 1, _PARTS)]
+        return before + part * (after - before)
+
+    def _level(self, due: float) -> float:
+        """Bytes that the plan allows by now and that are not spent."""
+        return (self.budget_bytes_day + self._drawn) * min(1.0, LEAD * due) - self._spent
+
+    def _tightness(self, due: float) -> float:
+        """0 where the rest of the day's demand fits into what is left of its budget, 1 from `TIGHT` times that on."""
+        left = self._level(1.0)
+        usual, asked = math.fsum(self._usual), math.fsum(self._asked)
+        weight = USUAL_SHARE if usual else FRESH_DAYS
+        demand = (asked + weight * usual) / (due - self._joined + weight) * (1 - due)
+        return min(1.0, max(0.0, (demand / left - 1) / (TIGHT - 1))) if left > 0 else 1.0
+
+    def ask(self, nbytes: int, now: float) -> None:
+        """So many bytes left DRAM and are not on SSD, whatever becomes of them: the demand that a day is planned by."""
+        self._advance(now)
+        self._asked[int((self._now - self._day_began) / DAY_S * _PARTS)] += nbytes
 
     def threshold(self, now: float) -> float:
         """How sure admission must be that a chunk is read again: 0 while the budget is ample, 1 when it is spent."""
         self._advance(now)
-        threshold = min(1.0, max(0.0, 1 - self._level / (BAND_DAYS * self.budget_bytes_day)))
+        due = self._due()
+        band = BAND_DAYS * self.budget_bytes_day * max(1e-3, min(1.0, (1 - due) / LAST_SHARE))
+        threshold = self._tightness(due) * min(1.0, max(0.0, 1 - self._level(due) / band))
         self.strictest = max(self.strictest, threshold)
         return threshold
 
     def room(self, now: float) -> int:
         """Bytes that may be written now."""
         self._advance(now)
-        return max(0, int(min(self._level, self.cap_bytes_day - self._last_day)))
+        due = self._due()
+        level, left = self._level(due), self._level(1.0)
+        return max(0, int(min(left + self._tightness(due) * (level - left), self.cap_bytes_day - self._last_day)))
 
     def spend(self, nbytes: int, now: float) -> None:
         """Bytes are being written; `room` allowed them."""
         self._advance(now)
-        self._level -= nbytes
+        self._spent += nbytes
         self.written_bytes += nbytes
         self._last_day += nbytes
         begin = self._now // _BIN_S * _BIN_S
@@ -98,17 +186,37 @@ class Governor:
         self._advance(now)
         shift = wall_s - self._now
         bins = [(begin + shift, nbytes) for begin, nbytes in self._bins]
-        return EnduranceState(wall_s, self._level, self.written_bytes, bins)
+        return EnduranceState(
+            wall_s, self._day_began + shift, self._spent, self._kept, self._drawn, self._joined, self._usual,
+            self._asked, self.written_bytes, bins,
+        )  # fmt: skip
 
     def restore(self, state: EnduranceState, now: float, wall_s: float) -> None:
-        """Go on where an earlier process stopped; budget accrued meanwhile, none if the wall clock went back."""
+        """Go on where an earlier process stopped; no time went by if the wall clock went back."""
         shift = now - max(wall_s, state.saved_s)
         self._now = min(now, state.saved_s + shift)
-        self._level = min(state.level_bytes, CARRY_DAYS * self.budget_bytes_day)
+        self._day_began = min(state.day_began_s + shift, self._now)
+        self._spent = state.spent_bytes
+        self._kept = min(state.kept_bytes, KEPT_DAYS * self.budget_bytes_day)
+        self._drawn = min(state.drawn_bytes, DRAWN_DAYS * self.budget_bytes_day)
+        self._joined = state.joined
+        if len(state.usual_bytes) == len(state.asked_bytes) == _PARTS:
+            self._usual, self._asked = list(state.usual_bytes), list(state.asked_bytes)
+            self._plan = _plan(self._usual)
         self.written_bytes += state.written_bytes
         self._bins.extendleft((begin + shift, nbytes) for begin, nbytes in reversed(state.bins))
         self._last_day += sum(nbytes for _, nbytes in state.bins)
         self._advance(now)
+
+
+def _plan(usual: list[float]) -> list[float]:
+    """The share of a day's demand to expect by the beginning of each part of the day, and by its end."""
+    total = math.fsum(usual)
+    even = [part / _PARTS for part in range(_PARTS + 1)]
+    if not total:
+        return even
+    came = [0.0, *itertools.accumulate(usual)]
+    return [EVEN_SHARE * at + (1 - EVEN_SHARE) * by / total for at, by in zip(even, came, strict=True)]
 
 
 def drive_life_years(bytes_day: float, rated_bytes_day: float) -> float:

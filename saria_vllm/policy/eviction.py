@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from saria_vllm.metrics import count
-from saria_vllm.policy.admission import ADMITS, REASONS, Admission, Reasons
+from saria_vllm.policy.admission import ADMITS, REASONS, Admission, Budget, Reasons
 from saria_vllm.policy.chunks import Chunks
 from saria_vllm.policy.endurance import Governor
 from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Rows
@@ -33,8 +33,8 @@ class Evictor:
     ) -> None:
         self._shapes, self._chunks, self._jobs, self._admission = shapes, chunks, jobs, admission
         self._headroom, self._ranks, self._promotion = list(headroom), ranks, promotion
-        self.governor: Governor | None = None
-        """Bounds what is written per day; none: no bound."""
+        self.governors: list[Governor] = []
+        """Bound what is written per day, by drive; none: no bound."""
         self._persist_bytes_max = persist_bytes_max
         self._persist_bytes: dict[int, int] = {}
         """On their way to SSD, by drive: each drive has its share of the bound, so one that hangs holds up no other."""
@@ -79,6 +79,7 @@ class Evictor:
             reasons = self._admission.kept(index, rows)
             if reasons is not None and rows.size:
                 admitted = ADMITS[reasons]
+                self._ask(group, len(rows), now)
                 self._count_reasons(reasons[admitted])
                 persists += self._persist(group, rows[admitted], now)
         return persists
@@ -105,8 +106,7 @@ class Evictor:
         chunks, index = self._chunks, self._chunks.index
         group = int(index.group[rows[0]])
         new = index.ssd[rows] == NONE
-        strictness = None if self.governor is None else self.governor.threshold(now)
-        reasons = self._admission.evicted(index, rows[new], now, strictness)
+        reasons = self._admission.evicted(index, rows[new], now, self._budget(group, now))
         admitted = np.zeros(len(rows), np.bool_)
         admitted[new] = ADMITS[reasons]
         over = admitted.nonzero()[0][self._queue_room(group) :]
@@ -121,6 +121,7 @@ class Evictor:
                     return [], False
                 stop = max(1, half[group] - chunks.slots.free(group))
         rows, admitted, reasons = rows[:stop], admitted[:stop], reasons[: int(new[:stop].sum())]
+        self._ask(group, len(reasons), now)
         index.evictions[rows] = np.minimum(index.evictions[rows], 0xFE) + 1
         self._promotion.evicted(int(index.promoted[rows].sum()), now)
         self._count_reasons(reasons)
@@ -136,6 +137,26 @@ class Evictor:
         count(chunks.counts, "evicted_chunks", len(gone) - on_ssd, "dropped")
         self._drop(gone)
         return persists, True
+
+    def _budget(self, group: int, now: float) -> Budget | None:
+        """What the drives have left: they ask for as much care as the one that has most."""
+        if not self.governors:
+            return None
+        extents = self._chunks.extents
+        writable = [True] * len(self.governors) if extents is None else extents.writable(now)
+        governors = [governor for governor, may in zip(self.governors, writable, strict=True) if may]
+        room = sum(governor.room(now) for governor in governors)
+        strictness = min((governor.threshold(now) for governor in governors), default=1.0)
+        return Budget(strictness, room // self._written_bytes(group))
+
+    def _ask(self, group: int, chunks: int, now: float) -> None:
+        """So many chunks might be written, and the write budget decides on them."""
+        for governor in self.governors:
+            governor.ask(chunks * self._written_bytes(group), now)
+
+    def _written_bytes(self, group: int) -> int:
+        """Of a chunk, on all ranks."""
+        return self._shapes[group].record_bytes * self._ranks
 
     def _drop(self, rows: Rows) -> None:
         if rows.size:
@@ -173,11 +194,11 @@ class Evictor:
         room = self._room_by_drive(group)
         count(chunks.counts, "dropped_chunks", len(rows[sum(room) :]), "persist_queue_full")
         rows = rows[: sum(room)]
-        written_bytes = self._shapes[group].record_bytes * self._ranks
-        if self.governor is not None:
-            allowed = self.governor.room(now) // written_bytes
-            count(chunks.counts, "dropped_chunks", len(rows[allowed:]), "over_budget")
-            rows = rows[:allowed]
+        written_bytes = self._written_bytes(group)
+        for drive, governor in enumerate(self.governors):
+            room[drive] = min(room[drive], governor.room(now) // written_bytes)
+        count(chunks.counts, "dropped_chunks", len(rows[sum(room) :]), "over_budget")
+        rows = rows[: sum(room)]
         if not rows.size:
             return []
         extents, lost = chunks.extents.take(group, len(rows), room, now)
@@ -187,8 +208,8 @@ class Evictor:
             count(chunks.counts, "retired_chunks", len(lost))
         count(chunks.counts, "dropped_chunks", len(rows) - len(extents), "ssd_full")
         rows = rows[: len(extents)]
-        if self.governor is not None:
-            self.governor.spend(written_bytes * len(rows), now)
+        for drive, governor in enumerate(self.governors):
+            governor.spend(written_bytes * int((extents[:, 0] == drive).sum()), now)
         index.ssd[rows] = BUSY
         index.drive[rows], index.segment[rows], index.record[rows] = extents.T
         return [

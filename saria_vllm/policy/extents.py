@@ -78,7 +78,8 @@ class ExtentAllocator:
         lost = [NO_ROWS]
         left = list(room)
         turns = [(self._turn + number) % self.drives for number in range(self.drives)]
-        drives = [d for d in turns if now >= self._paused_until[d] and room[d] > 0 and self._records[group]]
+        writable = self.writable(now)
+        drives = [drive for drive in turns if writable[drive] and room[drive] > 0 and self._records[group]]
         self._turn += count
         while count and drives:
             share = -(-count // len(drives))
@@ -161,6 +162,10 @@ class ExtentAllocator:
     def pause(self, drive: int, now: float) -> None:
         """Send a drive that failed a write nothing for `DRIVE_PAUSE_S`."""
         self._paused_until[drive] = now + DRIVE_PAUSE_S
+
+    def writable(self, now: float) -> list[bool]:
+        """By drive: whether it is written to."""
+        return [now >= until for until in self._paused_until]
 
     def pause_reads(self, drive: int, now: float) -> None:
         """Offer nothing from a drive that held up a load, for `READS_PAUSE_S`."""

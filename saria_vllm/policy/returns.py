@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saria_vllm.policy.hints import NO_HINTS, Hints
+from saria_vllm.policy.index import Mask
 
 Floats = npt.NDArray[np.float64]
 
@@ -93,10 +94,12 @@ class Line:
 class Visit:
     """A request as far as its chunks' fate depends on it."""
 
-    __slots__ = ("chunks", "dead_from", "ended", "left_at", "left_chunks", "line", "time")
+    __slots__ = ("begun", "chunks", "dead_from", "ended", "left_at", "left_chunks", "line", "on_ssd", "time")
 
-    def __init__(self, time: float, chunks: int, line: Line, ended: bool) -> None:
-        self.time, self.chunks, self.line, self.ended = time, chunks, line, ended
+    def __init__(self, time: float, chunks: int, line: Line, ended: bool, on_ssd: int) -> None:
+        self.time, self.chunks, self.line, self.ended, self.on_ssd = time, chunks, line, ended, on_ssd
+        self.begun = False
+        """Whether some of its chunks were written under a budget: they are of no use without those before them."""
         self.left_at = -1
         """Chunks that a later request shared before it took another branch, -1 when none did."""
         self.left_chunks = 0
@@ -146,10 +149,11 @@ class Returns:
         now: float,
         hints: Hints = NO_HINTS,
         kept: int = 0,
+        on_ssd: int = 0,
     ) -> int:
         """A request of so many chunks came, the first `known` of which were seen before, the last of these by
         `last_visit`. `returned` counts chunks by the burst in which they were evicted; `kept` chunks are those of the
-        session's visit before. Returns the visit's number."""
+        session's visit before; the leading `on_ssd` are on SSD. Returns the visit's number."""
         before = self._visits.get(last_visit) if known else None
         mine = self._visits.get(self.last_visit(hints.session)) if hints.session else None
         earlier, common = (mine, kept) if hints.session else (before, known)
@@ -163,7 +167,7 @@ class Returns:
             self._learn_return(number, count)
         self._answer_late(now)
         self._last_visit += 1
-        visit = self._visits[self._last_visit] = Visit(now, chunks, line, hints.last)
+        visit = self._visits[self._last_visit] = Visit(now, chunks, line, hints.last, on_ssd)
         if hints.last and line.believed:
             visit.dead_from = line.shared
         if hints.session:
@@ -233,6 +237,17 @@ class Returns:
                 self._unanswered.pop(self._bursts.popitem(last=False)[0], None)
         burst.chunks += chunks
         return float(self.model.probability(burst.features)), number
+
+    def begin(self, visit: int, depths: npt.NDArray[np.int32], room: int) -> Mask:
+        """Which chunks of a visit to begin with: those that are on SSD with all before them when `room` is used up."""
+        known = self._visits[visit]
+        reached: Mask = depths < known.on_ssd + room
+        known.begun = bool(reached.any())
+        return reached
+
+    def begun(self, visit: int) -> bool:
+        """Whether some of its chunks were written under a budget."""
+        return self._visits[visit].begun
 
     def left_at(self, visit: int) -> int:
         """Depth from which the visit's chunks are on a branch that was left; -1 for nowhere, and -2 for a visit that is

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from saria_vllm.policy.admission import EVICTION_COUNT, NOT_YET, Reasons, Unlearned
+from saria_vllm.policy.admission import EVICTION_COUNT, NOT_YET, Budget, Reasons, Unlearned
 from saria_vllm.policy.index import ChunkIndex, Rows
 from saria_vllm.sim.simulator import Arrival, id_of
 
@@ -26,7 +26,7 @@ class Oracle(Unlearned):
         """Another request is served."""
         self._number += 1
 
-    def evicted(self, index: ChunkIndex, rows: Rows, now: float, strictness: float | None) -> Reasons:
+    def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
         last, number = self._last, self._number
         again = [last[id_of(index.key[row])] > number for row in rows.tolist()]
         return np.where(again, np.uint8(EVICTION_COUNT), np.uint8(NOT_YET))

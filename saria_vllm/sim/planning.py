@@ -205,8 +205,8 @@ class Planner:
                 return run
         simulator = Simulator(config)
         served = list(simulator.run(arrivals_with_ids(self._trace, self._start_s, config.chunk_tokens)))
-        governor = simulator.tiers.evictor.governor
-        run = _Run(config, simulator.result, served, governor.strictest if governor else 0.0)
+        strictest = max((governor.strictest for governor in simulator.tiers.evictor.governors), default=0.0)
+        run = _Run(config, simulator.result, served, strictest)
         self._done.append(run)
         return run
 

@@ -168,7 +168,7 @@ class Simulator:
         if self.config.write_budget_tokens_day:
             scale = _RECORD_BYTES / self.config.chunk_tokens
             budget, cap = self.config.write_budget_tokens_day * scale, self.config.write_cap_tokens_day * scale
-            self.tiers.evictor.governor = Governor(budget, cap, time_s)
+            self.tiers.evictor.governors = [Governor(budget, cap, time_s)]
 
     def _prefix(self, thread: tuple[int, int], ids: list[int]) -> Prefix:
         """The thread's last prefix made into this one: most of it was looked up already."""

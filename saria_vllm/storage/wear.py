@@ -1,6 +1,7 @@
 """Drive wear: how large the drives under our paths are, and a small file that remembers what was written to them.
 
-The file is `<ssd_path>/saria/endurance-e<k>.json`, beside the namespaces: it outlives a change of configuration.
+The file is `<ssd_path>/saria/endurance-e<k>.json`, beside the namespaces: it outlives a change of configuration, and
+goes where its drive goes.
 
   {"endurance": 1, "crc": CRC-32 of the state's bytes, "state": {...}}
 
@@ -28,16 +29,17 @@ class _File(msgspec.Struct):
     state: msgspec.Raw
 
 
-def device_bytes(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> int:
-    """Bytes of the distinct block devices under existing paths, a partition counting as its whole disk.
+def device_bytes(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> list[int]:
+    """Bytes of the block device under each existing path, a partition counting as its whole disk; paths on one device
+    share it evenly.
 
     A logical volume or a software RAID counts with its own size. Where there is no block device (tmpfs, overlay,
-    btrfs, network), the file system's size counts, once per file system.
+    btrfs, network), the file system's size counts.
 
     Raises:
         StorageError: a path cannot be looked at.
     """
-    sizes: dict[str, int] = {}
+    devices: list[tuple[str, int]] = []
     for path in paths:
         try:
             device = os.stat(path).st_dev
@@ -47,8 +49,9 @@ def device_bytes(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> int
                 name, nbytes = str(device), disk.f_blocks * disk.f_frsize
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror or error}") from error
-        sizes[name] = nbytes
-    return sum(sizes.values())
+        devices.append((name, nbytes))
+    names = [name for name, _ in devices]
+    return [nbytes // names.count(name) for name, nbytes in devices]
 
 
 def _whole_disk(link: str) -> tuple[str, int]:

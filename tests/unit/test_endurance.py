@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import msgspec
 import pytest
 
-from saria_vllm.policy.endurance import BAND_DAYS, DAY_S, EnduranceState, Governor, drive_life_years
+from saria_vllm.policy.endurance import (
+    DAY_S,
+    DRAWN_DAYS,
+    EVEN_SHARE,
+    FRESH_DAYS,
+    KEPT_DAYS,
+    LEAD,
+    EnduranceState,
+    Governor,
+    drive_life_years,
+)
 
 GB = 10**9
 
@@ -18,30 +29,106 @@ def write(governor: Governor, wanted: int, now: float) -> int:
     return nbytes
 
 
+def pressed(governor: Governor, now: float) -> Governor:
+    """With far more demand than budget."""
+    governor.ask(10**15, now)
+    return governor
+
+
 def test_a_fresh_budget_begins_small_and_accrues_evenly() -> None:
-    governor = Governor(100 * GB, 200 * GB, now=50.0)
-    assert governor.room(50.0) == pytest.approx(BAND_DAYS * 100 * GB)
+    governor = pressed(Governor(100 * GB, 200 * GB, now=50.0), 50.0)
+    assert governor.room(50.0) == pytest.approx(FRESH_DAYS * 100 * GB)
     write(governor, 10**15, 50.0)
     assert governor.room(50.0) == 0
-    assert governor.room(50.0 + DAY_S / 4) == pytest.approx(25 * GB, rel=1e-6)
+    assert governor.room(50.0 + DAY_S / 4) == pytest.approx(LEAD * 25 * GB, rel=1e-6)
 
 
-def test_unused_budget_is_carried_over_for_a_day_and_no_longer() -> None:
+def test_a_day_that_is_joined_late_has_no_more_than_its_rest() -> None:
+    governor = Governor(100 * GB, 200 * GB, now=0.75 * DAY_S, day_began=0.0)
+    assert governor.room(0.75 * DAY_S) == pytest.approx((1 - LEAD * 0.75 + FRESH_DAYS) * 100 * GB)
+    pressed(governor, 0.75 * DAY_S)
+    assert write(governor, 10**15, 0.75 * DAY_S) == pytest.approx(FRESH_DAYS * 100 * GB)
+    assert write(governor, 10**15, 0.999 * DAY_S) == pytest.approx((1 - LEAD * 0.75) * 100 * GB)
+    assert governor.room(1.1 * DAY_S) == pytest.approx(LEAD * EVEN_SHARE * 10 * GB), "it is planned for the afternoon"
+
+
+def test_demand_that_fits_is_never_refused() -> None:
+    """Half of the budget a day, at any time of it, from the first minute on; the budget does not even ask for care."""
+    governor = Governor(100 * GB, 200 * GB, now=0.0)
+    rng = random.Random(5)
+    for day in range(30):
+        for now in sorted(rng.uniform(0, DAY_S) for _ in range(50)):
+            at = day * DAY_S + now
+            governor.ask(GB, at)
+            assert governor.threshold(at) == 0 or day == 0
+            assert write(governor, GB, at) == GB
+    assert governor.strictest < 0.5, "on the first day nobody knows yet"
+
+
+def test_unused_budget_is_kept_for_a_day_and_given_out_little_by_little() -> None:
     governor = Governor(100 * GB, 1000 * GB, now=0.0)
-    assert governor.room(10 * DAY_S) == pytest.approx(100 * GB)
+    days = []
+    for day in (10, 11, 12, 40):
+        written = 0
+        for quarter in range(96):
+            written += write(governor, 10**15, (day + quarter / 96) * DAY_S)
+        days.append(written / GB)
+    assert days == pytest.approx([100 * (1 + DRAWN_DAYS)] * 4)
+    kept = governor.state(40.999 * DAY_S, 1e9).kept_bytes
+    assert kept == pytest.approx(KEPT_DAYS * 100 * GB)
+
+
+def test_what_is_kept_runs_out() -> None:
+    governor = Governor(100 * GB, 1000 * GB, now=0.0)
+    drawn = []
+    for day in range(2, 60):
+        drawn.append(sum(write(governor, 10**15, (day + at / 96) * DAY_S) for at in range(96)) / GB - 100)
+    assert sum(drawn) == pytest.approx(100 * KEPT_DAYS, rel=0.01)
+    assert drawn[-1] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_threshold_rises_as_the_last_of_the_budget_goes() -> None:
-    governor = Governor(100 * GB, 1000 * GB, now=0.0)
-    now = 3 * DAY_S
-    assert governor.threshold(now) == 0
+    governor, now = Governor(100 * GB, 1000 * GB, now=0.0), DAY_S / 2
+    assert pressed(governor, now).threshold(now) == 0
     seen = []
     while governor.room(now) > GB:
         write(governor, GB // 2, now)
         seen.append(governor.threshold(now))
     assert seen == sorted(seen)
     assert seen[0] == 0
-    assert seen[-1] > 0.7
+    assert seen[-1] > 0.9
+    steps = [after - before for before, after in pairwise(seen)]
+    assert max(steps) < 0.03
+
+
+def test_at_the_end_of_a_day_what_is_left_is_spent_generously() -> None:
+    governor = pressed(Governor(100 * GB, 1000 * GB, now=0.0), 0.0)
+    now = DAY_S / 2
+    while governor.threshold(now) < 0.9:
+        write(governor, GB // 4, now)
+    now = DAY_S * 0.85
+    while governor.room(now) > 2 * GB:
+        write(governor, GB // 4, now)
+    early, late = governor.threshold(now), governor.threshold(0.99 * DAY_S)
+    assert early > 0.7
+    assert late == 0
+
+
+def test_the_budget_is_spent_where_the_demand_of_other_days_was() -> None:
+    """Demand from 8 to 12 o'clock: on the first day most of the budget is not there yet, then it is."""
+    governor = Governor(100 * GB, 200 * GB, now=0.0)
+    at_nine, written = [], []
+    for day in range(3):
+        written.append(0)
+        for minute in range(8 * 60, 12 * 60):
+            now = day * DAY_S + minute * 60
+            if minute == 9 * 60:
+                at_nine.append(written[-1] / GB)
+            governor.ask(GB, now)
+            written[-1] += write(governor, int(GB * (1 - governor.threshold(now))), now)
+    assert written[0] < 65 * GB
+    assert written[1:] == pytest.approx([104 * GB] * 2, rel=0.01)
+    assert all(20 < before < 45 for before in at_nine[1:]), "not all at once"
 
 
 @pytest.mark.parametrize("burst", [1.0, 0.25])
@@ -56,6 +143,7 @@ def test_seven_days_of_more_demand_than_budget_and_a_step_of_three(burst: float)
         day = int(now // DAY_S)
         if now % DAY_S < burst * DAY_S:
             demand = 1.5 * budget * (3 if day >= 3 else 1) * step_s / DAY_S / burst
+            governor.ask(int(demand), now)
             # Of what would be written, the share whose predicted return is above the threshold.
             wanted = demand * (1 - governor.threshold(now)) * rng.uniform(0.5, 1.5)
             days[day] += write(governor, int(wanted), now)
@@ -76,15 +164,36 @@ def test_no_24_hours_ever_exceed_the_cap() -> None:
         assert sum(nbytes for at, nbytes in writes if begin <= at < begin + DAY_S) <= 1.2 * budget
 
 
-def test_a_restart_goes_on_with_the_budget_and_the_last_day() -> None:
-    first = Governor(100 * GB, 150 * GB, now=1000.0)
-    write(first, 10**15, 1000.0 + DAY_S)
-    kept = msgspec.json.decode(msgspec.json.encode(first.state(1000.0 + DAY_S, wall_s=5e9)), type=EnduranceState)
+def restarted(state: EnduranceState) -> EnduranceState:
+    return msgspec.json.decode(msgspec.json.encode(state), type=EnduranceState)
+
+
+def test_a_restart_goes_on_as_if_there_had_been_none() -> None:
+    """Two days, the second of which is cut by a restart on a machine whose clock begins anew."""
+    whole, first = Governor(100 * GB, 150 * GB, now=1000.0), Governor(100 * GB, 150 * GB, now=1000.0)
     second = Governor(100 * GB, 150 * GB, now=3.0)
-    second.restore(kept, now=3.0, wall_s=5e9 + DAY_S / 2)
-    assert second.room(3.0) == pytest.approx(50 * GB, rel=0.01), "half a day has accrued"
-    assert second.last_day_bytes(3.0) == first.last_day_bytes(1000.0 + DAY_S)
-    assert second.written_bytes == first.written_bytes
+    rng = random.Random(4)
+    for minute in range(2 * 24 * 60):
+        now = 1000.0 + minute * 60
+        nbytes = rng.randrange(GB // 4)
+        whole.ask(nbytes, now)
+        written = write(whole, nbytes, now)
+        if minute == 36 * 60:
+            second.restore(restarted(first.state(now, wall_s=5e9)), now=3.0, wall_s=5e9)
+        other, at = (first, now) if minute < 36 * 60 else (second, 3.0 + (minute - 36 * 60) * 60)
+        other.ask(nbytes, at)
+        assert abs(write(other, nbytes, at) - written) <= 4
+        assert other.threshold(at) == pytest.approx(whole.threshold(now), abs=1e-6)
+    assert second.written_bytes == pytest.approx(whole.written_bytes, abs=10_000)
+
+
+def test_budget_accrues_while_no_process_runs() -> None:
+    first = pressed(Governor(100 * GB, 150 * GB, now=1000.0), 1000.0)
+    write(first, 10**15, 1000.0)
+    second = Governor(100 * GB, 150 * GB, now=3.0)
+    second.restore(restarted(first.state(1000.0, wall_s=5e9)), now=3.0, wall_s=5e9 + DAY_S / 2)
+    assert second.room(3.0) == pytest.approx(LEAD * 50 * GB)
+    assert second.last_day_bytes(3.0) == second.written_bytes == first.written_bytes
     assert second.last_day_bytes(3.0 + 0.6 * DAY_S) == 0
 
 
@@ -92,7 +201,16 @@ def test_a_smaller_budget_after_a_restart_carries_no_more_than_its_own_day() -> 
     first = Governor(100 * GB, 150 * GB, now=0.0)
     second = Governor(GB, 150 * GB, now=0.0)
     second.restore(first.state(5 * DAY_S, wall_s=5e9), now=0.0, wall_s=5e9)
-    assert second.room(0.0) == GB
+    assert sum(write(second, 10**15, at * DAY_S / 96) for at in range(96)) == pytest.approx(GB * (1 + DRAWN_DAYS))
+
+
+def test_what_a_larger_budget_had_spent_is_no_debt() -> None:
+    first = pressed(Governor(100 * GB, 150 * GB, now=0.0), 0.0)
+    write(first, 10**15, 0.9 * DAY_S)
+    second = Governor(GB, 150 * GB, now=0.0)
+    second.restore(first.state(0.9 * DAY_S, wall_s=5e9), now=0.0, wall_s=5e9)
+    assert second.room(0.05 * DAY_S) == 0
+    assert 0 < second.room(0.2 * DAY_S) <= LEAD * GB
 
 
 def test_a_wall_clock_that_went_back_gives_no_budget() -> None:

@@ -328,13 +328,13 @@ def test_text_has_the_frontier_the_choice_its_rule_and_what_to_paste(capsys):
 
 def test_options_reach_the_plan(capsys):
     options = ["--sessions", "3", "--dram", "64GiB", "--ssd", "none,0.5TiB", "--drives", "4", "--hardware", "b300"]
-    _, out, _ = plan(capsys, *options, "--kv-bytes-token", "163840", "--admission", "saria:evictions=1", "--json")
+    _, out, _ = plan(capsys, *options, "--kv-bytes-per-token", "163840", "--admission", "saria:evictions=1", "--json")
     found = json.loads(out)
     assert (found["model"], found["kv_bytes_token"]) == ("custom", 163_840)
     assert [(row["ssd"], row["drives"], row["admission"]) for row in found["rows"]] == [
         ("none", 0, "dram_only"), ("512GiB", 4, "saria:evictions=1")
     ]  # fmt: skip
-    _, out, _ = plan(capsys, *options, "--kv-bytes-token", "81920", "--model", "qwen3-next", "--json")
+    _, out, _ = plan(capsys, *options, "--kv-bytes-per-token", "81920", "--model", "qwen3-next", "--json")
     assert json.loads(out)["kv_bytes_token"] == 81_920
     assert "recurrent state is not counted" in json.loads(out)["notes"][1]
 
@@ -378,8 +378,8 @@ def test_html_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
         ([], "--model: missing; choose one of llama-3.3-70b, glm-5.2-bf16, glm-5.2-fp8, qwen3-next, or give --kv-"),
         (["--model", "gpt"], "--model gpt: unknown profile; choose one of llama-3.3-70b"),
         (["--hardware", "h300"], "--hardware h300: unknown profile; choose one of h100-sxm-pcie5, h200, b300"),
-        (["--kv-bytes-token", "0"], "--kv-bytes-token 0: expected a number of at least 1"),
-        (["--kv-bytes-token", "9", "--prefill-tokens-s", "0"], "--prefill-tokens-s 0: expected a number above 0"),
+        (["--kv-bytes-per-token", "0"], "--kv-bytes-per-token 0: expected a number of at least 1"),
+        (["--kv-bytes-per-token", "9", "--prefill-tokens-s", "0"], "--prefill-tokens-s 0: expected a number above 0"),
         (["--dram", "64"], "--dram: '64' is not a size above zero with a unit (B, KB"),
         (["--dram", "1MiB"], "--dram 1MiB: expected at least a chunk of 20,971,520 bytes"),
         (["--ssd", "1MiB"], "--ssd 1MiB: expected at least a chunk of 20,971,520 bytes"),
@@ -403,7 +403,7 @@ def test_html_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
     ],
 )
 def test_the_impossible_is_refused_in_one_line(capsys, options, message):
-    known = [] if not options or options[0] in ("--model", "--kv-bytes-token") else ["--model", "llama-3.3-70b"]
+    known = [] if not options or options[0] in ("--model", "--kv-bytes-per-token") else ["--model", "llama-3.3-70b"]
     status, out, err = plan(capsys, *known, *options, "--sessions", "3") if "--sessions" not in options else plan(
         capsys, *known, *options
     )  # fmt: skip

@@ -9,8 +9,8 @@ import pytest
 
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy import returns as returns_module
-from saria_vllm.policy.admission import REASONS, THRESHOLD_LOWEST, Return, make_admission
-from saria_vllm.policy.endurance import Governor
+from saria_vllm.policy.admission import REASONS, THRESHOLD_LOWEST, Budget, Return, make_admission
+from saria_vllm.policy.endurance import DAY_S, Governor
 from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.returns import FEATURES, NO_RETURN_S, LogisticModel, Returns
 from tier_steps import blocks, end, evict_all, keys_of, make_tiers
@@ -148,14 +148,50 @@ def test_a_branch_that_was_left_is_refused_sooner_and_counted() -> None:
 def test_the_write_budget_moves_the_threshold() -> None:
     def written(level: float) -> int:
         tiers = make_tiers(admission=AdmissionConfig(threshold=1.0))
-        governor = tiers.evictor.governor = Governor(10**9, 10**10, now=0.0)
-        governor.spend(int(governor.room(0.0) * (1 - level)), 0.0)
-        turn(tiers, [b"a", b"b"], 0.0)
-        return len(keys_of(evict_all(tiers, now=60.0)))
+        governor = Governor(10**9, 10**10, now=0.0)
+        tiers.evictor.governors = [governor]
+        noon = DAY_S / 2
+        governor.ask(10**12, noon)
+        governor.spend(int(governor.room(noon) * (1 - level)), noon)
+        turn(tiers, [b"a", b"b"], noon)
+        return len(keys_of(evict_all(tiers, now=noon + 60.0)))
 
     assert written(level=1.0) == 2
     assert written(level=0.01) == 0
     assert 0 < THRESHOLD_LOWEST < 1
+
+
+def test_under_a_budget_no_prefix_is_begun_that_cannot_be_finished() -> None:
+    """Chunks leave DRAM the last ones first: written alone, they would be behind a hole."""
+    tiers = make_tiers(12, admission=AdmissionConfig())
+    nbytes, noon = tiers.shapes[0].record_bytes, DAY_S / 2
+    governor = Governor(100 * nbytes, 1000 * nbytes, now=0.0)
+    tiers.evictor.governors = [governor]
+    governor.ask(10**12, noon)
+    governor.spend(governor.room(noon) - 3 * nbytes, noon)
+    turn(tiers, [b"a", b"b", b"c", b"d"], noon)
+    written = keys_of(evict_all(tiers, now=noon + 1.0))
+    assert set(written) == {b"a", b"b", b"c"}, "four chunks, and room for three"
+    assert governor.room(noon + 1.0) < nbytes
+
+
+def test_what_was_begun_is_finished_however_strict_the_budget_becomes() -> None:
+    admission = Return(0.74, 64)
+    visit, other, long = (admission.returns.visit(8, 0, 0, {}, 0.0) for _ in range(3))
+
+    def admitted(visit: int, depths: list[int], probability: float, strictness: float, room: int) -> int:
+        found = admission._admitted(visit, np.array(depths), probability, Budget(strictness, room))
+        return int(np.broadcast_to(found, len(depths)).sum())
+
+    assert admitted(visit, [7], 0.9, 0.95, 100) == 0, "not sure enough to begin"
+    assert admitted(visit, [7], 0.9, 0.5, 7) == 0, "no room"
+    assert admitted(visit, [7], 0.9, 0.5, 8) == 1
+    assert admitted(visit, [6, 5], 0.2, 1.0, 0) == 2
+    assert admitted(visit, [4], 0.05, 0.0, 100) == 0, "surely useless"
+    assert admitted(other, [7], 0.9, 1.0, 0) == 0
+    assert admitted(long, [7, 6, 5, 4, 3], 0.9, 0.5, 5) == 2, "as much of its beginning as there is room for"
+    follows = admission.returns.visit(10, 8, long, {}, 1.0, on_ssd=8)
+    assert admitted(follows, [9, 8], 0.9, 0.5, 2) == 2, "what is on SSD needs no room"
 
 
 def test_score_wants_reuse_that_outlives_dram() -> None:

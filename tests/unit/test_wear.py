@@ -15,7 +15,7 @@ from saria_vllm.storage.namespace import EngineDirectory, namespace_name
 from saria_vllm.storage.reclaim import reclaim_others
 from saria_vllm.storage.wear import device_bytes, read_state, write_state
 
-STATE = b'{"saved_s":5.0,"level_bytes":1.5}'
+STATE = b'{"saved_s":5.0,"spent_bytes":1.5}'
 
 
 def state_file(root: Path, index: int = 0) -> Path:
@@ -41,25 +41,33 @@ def sysfs(tmp_path: Path, device: int, *, sectors: int, partition: bool) -> str:
 
 
 @pytest.mark.parametrize("partition", [False, True])
-def test_paths_on_one_disk_count_it_once_and_a_partition_counts_whole(tmp_path: Path, partition: bool) -> None:
+def test_paths_on_one_disk_share_it_and_a_partition_counts_whole(tmp_path: Path, partition: bool) -> None:
     paths = [str(tmp_path / name) for name in "ab"]
     for path in paths:
         os.mkdir(path)
     links = sysfs(tmp_path, os.stat(tmp_path).st_dev, sectors=1000, partition=partition)
-    assert device_bytes(paths, links) == 512_000
+    assert device_bytes(paths, links) == [256_000, 256_000]
+    assert device_bytes(paths[:1], links) == [512_000]
 
 
 def test_without_a_block_device_the_file_system_counts_once(tmp_path: Path) -> None:
     disk = os.statvfs(tmp_path)
     size = disk.f_blocks * disk.f_frsize
     (tmp_path / "a").mkdir()
-    assert device_bytes([str(tmp_path), str(tmp_path / "a")], str(tmp_path / "no sysfs")) == size
+    assert device_bytes([str(tmp_path), str(tmp_path / "a")], str(tmp_path / "no sysfs")) == [size // 2] * 2
     links = sysfs(tmp_path, os.stat(tmp_path).st_dev, sectors=0, partition=False)
-    assert device_bytes([str(tmp_path)], links) == size
+    assert device_bytes([str(tmp_path)], links) == [size]
+
+
+def test_two_file_systems_are_two_drives(tmp_path: Path) -> None:
+    ours, theirs = device_bytes([str(tmp_path), "/dev/shm"], str(tmp_path / "no sysfs"))
+    shared_memory = os.statvfs("/dev/shm")
+    assert theirs == shared_memory.f_blocks * shared_memory.f_frsize
+    assert ours == device_bytes([str(tmp_path)], str(tmp_path / "no sysfs"))[0]
 
 
 def test_this_machine_has_drives(tmp_path: Path) -> None:
-    assert device_bytes([str(tmp_path)]) > 0
+    assert device_bytes([str(tmp_path)])[0] > 0
     with pytest.raises(StorageError, match="nonexistent"):
         device_bytes(["/nonexistent"])
 
