@@ -114,21 +114,24 @@ class Saria(Unlearned):
 
 
 class Score(Unlearned):
-    """Admit a score A = reuses x L / residency x exp(-idle / L), L being the DRAM lifetime: what is idle for longer is
-    evicted. Zero where the next reuse is predicted (by the mean gap) before L is over: DRAM alone serves that.
+    """Admit a score A = reuses x L / age x exp(-idle / L), L being the DRAM lifetime: what is idle for longer is evicted.
+    Zero where the next reuse is predicted (by the mean gap, age / reuses) before L is over: DRAM alone serves that.
     """
 
     def __init__(self, threshold: float) -> None:
         self._threshold, self._lifetime_s = threshold, 0.0
 
     def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
+        if not rows.size:
+            return np.empty(0, np.uint8)
         idle = np.maximum(now - index.touched[rows], 1e-3)
         self._lifetime_s += (float(idle.mean()) - self._lifetime_s) * (0.02 if self._lifetime_s else 1.0)
         lifetime = max(self._lifetime_s, 1e-3)
-        residency = np.maximum(now - index.entered[rows], 1e-3)
-        reuses = index.reuses[rows].astype(np.float64)
-        score = reuses * lifetime / residency * np.exp(-idle / lifetime)
-        gap = residency / np.maximum(reuses, 1e-9)
+        age = np.maximum(now - index.entered[rows], 1e-3)
+        # Whoever was evicted before and is here again was asked for again.
+        reuses = index.reuses[rows].astype(np.float64) + index.evictions[rows]
+        score = reuses * lifetime / age * np.exp(-idle / lifetime)
+        gap = age / np.maximum(reuses, 1e-9)
         threshold = self._threshold
         if budget is not None:
             threshold += budget.strictness * (8 - self._threshold)

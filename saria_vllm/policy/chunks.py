@@ -49,16 +49,18 @@ class Chunks:
         index, keys = self.index, prefix.keys
         start, end = max(0, int(positions[0]) - 1), int(positions[-1]) + 1
         span = index.locate(prefix, start, end)[group]
-        new = positions[span[positions - start] < 0].tolist()
+        unknown = span[positions - start] < 0
+        new = positions[unknown].tolist()
         if new:
             index.add(group, [keys[p] for p in new], [keys[p - 1] if p else b"" for p in new])
             span = index.locate(prefix, start, end)[group]
         rows = span[positions - start]
+        index.entered[rows[unknown]] = now
         self.ghosts.back(rows)
         index.dram[rows] = BUSY
         index.slab[rows], index.cell[rows] = slots[:, 0], slots[:, 1]
         index.depth[rows] = positions
-        index.touched[rows] = index.entered[rows] = now
+        index.touched[rows] = now
         index.visit[rows] = prefix.visit
         epochs = index.epoch[span]
         epochs[positions - start] = 0

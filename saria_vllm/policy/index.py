@@ -83,7 +83,7 @@ class ChunkIndex:
     touched: npt.NDArray[np.float32]
     """Time of the last touch, in seconds."""
     entered: npt.NDArray[np.float32]
-    """Time at which it entered DRAM, in seconds."""
+    """Time at which it entered DRAM first, in seconds."""
     visit: Column
     """The request that touched it last, and"""
     burst: Column

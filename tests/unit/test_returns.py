@@ -206,6 +206,28 @@ def test_score_wants_reuse_that_outlives_dram() -> None:
     assert reasons(tiers) == {"score_low": 3, "score_high": 1}
 
 
+def test_score_counts_a_comeback_after_an_eviction_as_a_reuse() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(policy="score", threshold=0.001))
+    for now in (0.0, 1000.0):
+        turn(tiers, [b"a"], now)
+        found = keys_of(evict_all(tiers, now=now + 100.0))
+    assert found == [b"a"], "asked for every 1000 s, and DRAM keeps it for 100"
+
+
+def test_an_eviction_of_what_is_on_ssd_teaches_score_nothing() -> None:
+    """All victims may have their SSD copy; a mean of no idle times once made every later score a NaN, refused."""
+    admission = make_admission(AdmissionConfig(policy="score", threshold=0.001), 64)
+    tiers = make_tiers(admission=AdmissionConfig(policy="score"))
+    turn(tiers, [b"a"], 0.0)
+    index = tiers.chunks.index
+    row = index.find(0, [b"a"])
+    index.evictions[row] = 1
+    assert admission.evicted(index, np.empty(0, np.int32), 50.0, None).size == 0
+    assert REASONS[int(admission.evicted(index, row, 100.0, None)[0])].name == "score_low", "100 s are the lifetime"
+    index.touched[row] = 880.0
+    assert REASONS[int(admission.evicted(index, row, 900.0, None)[0])].name == "score_high"
+
+
 def test_the_default_is_return() -> None:
     admission = make_admission(AdmissionConfig(), 64)
     assert isinstance(admission, Return)
