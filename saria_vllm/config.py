@@ -84,6 +84,10 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes}B" if unit == "B" else f"{size:.2f}{unit}"
 
 
+SCORE_THRESHOLD = 0.01
+"""Scores are no probabilities: most are far below 1."""
+
+
 class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a chunk is worth an SSD write."""
 
@@ -94,7 +98,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`saria`: persist before eviction once a chunk was reused this often (N); 0 turns it off."""
     threshold: float = 0.74
     """`return`: persist from this probability of a return on, where no write budget moves it; `score`: from this score
-    on."""
+    on, by default `SCORE_THRESHOLD`."""
     ghosts_max: int = 1_000_000
     """Chunks whose history is remembered after their bytes are gone; about 235 bytes each."""
 
@@ -165,6 +169,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             policies = ", ".join(get_args(AdmissionPolicy))
             raise ConfigError(f"admission: {admission!r} is not a policy ({policies}) or an object")
         _reject_unknown(admission, AdmissionConfig, "admission.")
+        if admission.get("policy") == "score":
+            admission = {"threshold": SCORE_THRESHOLD, **admission}
         raw["admission"] = admission
         raw["endurance"] = _endurance(raw.get("endurance", {}))
         if "trace_record" in raw:

@@ -114,8 +114,9 @@ class Saria(Unlearned):
 
 
 class Score(Unlearned):
-    """Admit a score A = reuses x L / age x exp(-idle / L), L being the DRAM lifetime: what is idle for longer is evicted.
-    Zero where the next reuse is predicted (by the mean gap, age / reuses) before L is over: DRAM alone serves that.
+    """Admit a score A = reuses x L / age x exp(-idle / L), L being the DRAM lifetime: what is idle for longer is
+    evicted. Zero where the next reuse is predicted (by the mean gap, age / reuses) before L is over: DRAM alone serves
+    that.
     """
 
     def __init__(self, threshold: float) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from saria_vllm import config as config_module
 from saria_vllm.config import (
+    SCORE_THRESHOLD,
     AdmissionConfig,
     EnduranceConfig,
     SariaConfig,
@@ -40,6 +41,15 @@ def machine_refusal(extra: dict[str, Any]) -> str:
 
 
 # What is accepted.
+
+
+def test_each_policy_has_a_threshold_of_its_own() -> None:
+    def threshold(admission: object) -> float:
+        return SariaConfig.from_extra({"dram_capacity": "1GiB", "admission": admission}).admission.threshold
+
+    assert threshold("return") == threshold({}) == AdmissionConfig().threshold
+    assert threshold("score") == threshold({"policy": "score"}) == SCORE_THRESHOLD
+    assert threshold({"policy": "score", "threshold": 3}) == 3
 
 
 def test_defaults() -> None:
