@@ -43,7 +43,7 @@ _RANGES = {
 }
 """Bounds of whole numbers; the index counts evictions in 8 bits and reuses in 16."""
 
-_DWPD_RANGE = (0.001, 100.0)
+DWPD_RANGE = (0.001, 100.0)
 
 _ACCEPTED = {
     "ssd_engine": f"one of {', '.join(get_args(SsdEngineName))}",
@@ -51,8 +51,8 @@ _ACCEPTED = {
     "namespace": "a string that UTF-8 can encode",
     "admission.policy": f"one of {', '.join(get_args(AdmissionPolicy))}",
     "admission.threshold": "a number above 0, and for `return` at most 1",
-    "endurance.target_dwpd": "a number from {:g} to {:g}".format(*_DWPD_RANGE),
-    "endurance.hard_cap_dwpd": f"a number from target_dwpd to {_DWPD_RANGE[1]:g}",
+    "endurance.target_dwpd": "a number from {:g} to {:g}".format(*DWPD_RANGE),
+    "endurance.hard_cap_dwpd": f"a number from target_dwpd to {DWPD_RANGE[1]:g}",
     **{key: f"a whole number from {low} to {high}" for key, (low, high) in _RANGES.items()},
 }
 """What a key of the wrong type or an unknown choice should have been."""
@@ -193,7 +193,7 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"{key}: {value} is not {_ACCEPTED[key]}")
         if self.endurance is not None:
             target, cap = self.endurance.target_dwpd, self.endurance.hard_cap_dwpd
-            least, most = _DWPD_RANGE
+            least, most = DWPD_RANGE
             if not least <= target <= most:
                 raise ConfigError(f"endurance.target_dwpd: {target} is not {_ACCEPTED['endurance.target_dwpd']}")
             if not target <= cap <= most:

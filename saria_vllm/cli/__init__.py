@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -40,9 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"saria_vllm.cli.{arguments.command}")
     try:
         status: int = module.run(arguments)
+        sys.stdout.flush()
     except SariaError as error:
         print(f"saria {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. What is left of it must not fail at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
     return status

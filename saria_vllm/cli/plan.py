@@ -20,15 +20,15 @@ import msgspec
 
 from saria_vllm.cli.plan_report import cells, write_html
 from saria_vllm.cli.simulate import (
-    DWPD_MAX,
     aligned,
+    check_kv_bytes,
     check_ssd_ingress_ratio,
     parse_admission,
     parse_promotion,
     parse_seconds,
     require_matplotlib,
 )
-from saria_vllm.config import AdmissionConfig, AdmissionPolicy, EnduranceConfig, parse_bytes
+from saria_vllm.config import DWPD_RANGE, AdmissionConfig, AdmissionPolicy, EnduranceConfig, parse_bytes
 from saria_vllm.errors import ConfigError
 from saria_vllm.sim.arrivals import starts
 from saria_vllm.sim.formats import Trace, read_trace
@@ -51,6 +51,7 @@ from saria_vllm.sim.workload import SESSIONS_MAX, synthetic_sessions
 
 BUILT_IN_SESSIONS = 48
 PREFILL_TOKENS_S = 10_000.0
+PREFILL_RANGE = (1.0, 1e9)
 ADMISSIONS = ("saria", "full_duplicate", "default")
 
 
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     window_s = parse_seconds(arguments.starts)
     promotion = parse_promotion(arguments.promotion)
     check_ssd_ingress_ratio(arguments.ssd_ingress_ratio)
-    if arguments.html:
+    if arguments.html is not None:
         require_matplotlib("--html")
     trace = _trace(arguments)
     start_s = starts(len(trace.sessions), window_s, arguments.start_seed)
@@ -121,15 +122,16 @@ def run(arguments: argparse.Namespace) -> int:
         "rule": rule,
         "kv_transfer_config": config,
     }
-    if arguments.html:
-        write_html(arguments.html, report)
     print(json.dumps(report) if arguments.json else _text(report))
+    if arguments.html is not None:
+        write_html(arguments.html, report)
     return 0
 
 
 def _endurance(target_dwpd: float) -> EnduranceConfig | None:
-    if not 0 <= target_dwpd <= DWPD_MAX:
-        raise ConfigError(f"--target-dwpd {target_dwpd:g}: expected a number from 0 to {DWPD_MAX:g}")
+    least, most = DWPD_RANGE
+    if target_dwpd != 0 and not least <= target_dwpd <= most:
+        raise ConfigError(f"--target-dwpd {target_dwpd:g}: expected 0 or a number from {least:g} to {most:g}")
     cap = max(target_dwpd, EnduranceConfig().hard_cap_dwpd)
     return EnduranceConfig(target_dwpd=target_dwpd, hard_cap_dwpd=cap) if target_dwpd else None
 
@@ -137,10 +139,11 @@ def _endurance(target_dwpd: float) -> EnduranceConfig | None:
 def _profiles(arguments: argparse.Namespace) -> tuple[Hardware, Model]:
     machine = hardware(arguments.hardware)
     kv = arguments.kv_bytes_per_token
-    if kv is not None and kv < 1:
-        raise ConfigError(f"--kv-bytes-per-token {kv}: expected a number of at least 1")
-    if not arguments.prefill_tokens_s > 0:
-        raise ConfigError(f"--prefill-tokens-s {arguments.prefill_tokens_s:g}: expected a number above 0")
+    check_kv_bytes(kv)
+    least, most = PREFILL_RANGE
+    if not least <= arguments.prefill_tokens_s <= most:
+        found = f"--prefill-tokens-s {arguments.prefill_tokens_s:g}"
+        raise ConfigError(f"{found}: expected a number from {least:g} to {most:g}")
     if arguments.model:
         known = model(arguments.model)
         return machine, known if kv is None else msgspec.structs.replace(known, kv_bytes_token=kv)
@@ -157,10 +160,10 @@ def _grid(arguments: argparse.Namespace, machine: Hardware, served_model: Model)
     for key in ("sessions", "start_seed"):
         if getattr(arguments, key) < 0:
             raise ConfigError(f"--{key.replace('_', '-')} {getattr(arguments, key)}: expected a number of at least 0")
-    dram = _sizes(arguments.dram, "--dram") if arguments.dram else default_dram_bytes(machine)
-    drives = _counts(arguments.drives) if arguments.drives else default_drives(machine)
+    dram = _sizes(arguments.dram, "--dram") if arguments.dram is not None else default_dram_bytes(machine)
+    drives = _counts(arguments.drives) if arguments.drives is not None else default_drives(machine)
     most = max(drives) * machine.drive_bytes
-    ssd = _sizes(arguments.ssd, "--ssd") if arguments.ssd else [
+    ssd = _sizes(arguments.ssd, "--ssd") if arguments.ssd is not None else [
         size for size in default_ssd_bytes(machine) if size <= most
     ]  # fmt: skip
     chunk_bytes = arguments.chunk_tokens * served_model.kv_bytes_token
@@ -182,7 +185,7 @@ def _sizes(text: str, key: str) -> list[int]:
 
 def _counts(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and 0 < int(word) <= 1024 for word in words):
+    if not all(word.isdecimal() and len(word) <= 4 and 0 < int(word) <= 1024 for word in words):
         raise ConfigError(f"--drives {text}: expected numbers from 1 to 1024, such as 1,2,4")
     return sorted({int(word) for word in words})
 

@@ -131,7 +131,7 @@ def _plot_tiers(rows: list[dict[str, Any]]) -> Any:
     for axis, label in ((hits, "hit tokens, % of prompt tokens"), (writes, "TB written to SSD per day")):
         axis.set_xscale("log", base=2)
         axis.set_xticks(gib, [f"{size:g}" for size in gib])
-        axis.set_xlabel("DRAM, GiB")
+        axis.set_xlabel("DRAM, GiB; with the most drives")
         axis.set_ylabel(label)
     hits.legend(fontsize=7)
     figure.tight_layout()

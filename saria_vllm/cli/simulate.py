@@ -15,7 +15,14 @@ from typing import Any, get_args
 
 import msgspec
 
-from saria_vllm.config import AdmissionConfig, AdmissionPolicy, EnduranceConfig, SariaConfig, parse_bytes
+from saria_vllm.config import (
+    DWPD_RANGE,
+    AdmissionConfig,
+    AdmissionPolicy,
+    EnduranceConfig,
+    SariaConfig,
+    parse_bytes,
+)
 from saria_vllm.errors import ConfigError
 from saria_vllm.policy.endurance import DAY_S, drive_life_years
 from saria_vllm.policy.promotion import PromotionMode
@@ -28,7 +35,8 @@ from saria_vllm.sim.simulator import SSD_INGRESS_RATIO, Arrival, SimConfig, SimR
 from saria_vllm.sim.timing import Rates, time_requests, wear
 
 GHOSTS_UNBOUNDED = 1 << 40
-DWPD_MAX = 100.0
+KV_BYTES_MAX = 1 << 30
+STARTS_MAX_S = 36_500 * DAY_S
 
 TIER_CHUNKS_MAX = 1 << 25
 """Of a simulated tier: some gigabytes of our own memory."""
@@ -98,12 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
         _row(arguments, trace, name)
         for name in (*names, *(["oracle"] if len(names) > 1 and "oracle" not in names and len(days) == 1 else []))
     ]
-    if arguments.plot:
-        _plot(rows, arguments.plot)
     if arguments.json:
         print(msgspec.json.encode(rows[0] if len(rows) == 1 else {"rows": rows}).decode())
     else:
         print(_table(rows))
+    if arguments.plot is not None:
+        _plot(rows, arguments.plot)
     return 0
 
 
@@ -130,7 +138,7 @@ def _check(arguments: argparse.Namespace) -> None:
     parse_promotion(arguments.promotion)
     check_ssd_ingress_ratio(arguments.ssd_ingress_ratio)
     _check_profiles(arguments)
-    if arguments.plot:
+    if arguments.plot is not None:
         require_matplotlib("--plot")
     parse_seconds(arguments.starts)
     _copies_by_day(arguments)
@@ -141,31 +149,32 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _check_profiles(arguments: argparse.Namespace) -> None:
     kv = arguments.kv_bytes_per_token
-    if kv is not None and kv < 1:
-        raise ConfigError(f"--kv-bytes-per-token {kv}: expected a number of at least 1")
-    if arguments.hardware is None and arguments.model is not None and not arguments.rated_capacity:
+    check_kv_bytes(kv)
+    if arguments.hardware is None and arguments.model is not None and arguments.rated_capacity is None:
         raise ConfigError("--hardware and --model: expected both or neither")
     if arguments.hardware is not None and arguments.model is None:
         raise ConfigError("--hardware and --model: expected both or neither")
-    if arguments.hardware:
+    if arguments.hardware is not None:
         hardware(arguments.hardware)
-    if arguments.model:
+    if arguments.model is not None:
         model(arguments.model)
-    if not arguments.rated_capacity:
+    if arguments.rated_capacity is None:
         return
     if arguments.model is None and kv is None:
         raise ConfigError(f"--rated-capacity: needs --model, one of {', '.join(MODELS)}, or --kv-bytes-per-token")
     parse_bytes(arguments.rated_capacity, "--rated-capacity")
     target, cap = arguments.target_dwpd, arguments.hard_cap_dwpd
-    if not 0 < target <= cap <= DWPD_MAX:
+    least, most = DWPD_RANGE
+    if not least <= target <= cap <= most:
         found = f"--target-dwpd {target:g} and --hard-cap-dwpd {cap:g}"
-        raise ConfigError(f"{found}: expected numbers above 0, the cap at least the target and at most {DWPD_MAX:g}")
+        raise ConfigError(f"{found}: expected numbers from {least:g} to {most:g}, the cap at least the target")
 
 
 def _copies_by_day(arguments: argparse.Namespace) -> list[int]:
     if arguments.repeat_days > COPIES_MAX:
         raise _too_many_copies(arguments.repeat_days)
     copies = [1] * arguments.repeat_days
+    steps: dict[int, int] = {}
     for text in arguments.load_step:
         match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", text)
         if match is None or not int(match[1]) < len(copies) or not int(match[2]):
@@ -173,7 +182,9 @@ def _copies_by_day(arguments: argparse.Namespace) -> list[int]:
                 f"--load-step {text}: expected DAY:FACTOR, such as 3:3, with a day from 0 to {len(copies) - 1} and a "
                 "factor of at least 1"
             )
-        copies[int(match[1]) :] = [int(match[2])] * (len(copies) - int(match[1]))
+        steps[int(match[1])] = int(match[2])
+    for day, factor in sorted(steps.items()):
+        copies[day:] = [factor] * (len(copies) - day)
     if sum(copies) > COPIES_MAX:
         raise _too_many_copies(sum(copies))
     return copies
@@ -192,7 +203,10 @@ def parse_seconds(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
     if match is None:
         raise ConfigError(f"--starts {text}: expected a number with a unit ({', '.join(_UNITS)}), such as 4h")
-    return float(match[1]) * _UNITS[match[2]]
+    seconds = float(match[1]) * _UNITS[match[2]]
+    if seconds > STARTS_MAX_S:
+        raise ConfigError(f"--starts {text}: expected at most {STARTS_MAX_S / DAY_S:g}d")
+    return seconds
 
 
 def parse_promotion(text: str) -> PromotionMode:
@@ -218,6 +232,8 @@ def parse_admission(text: str, ghosts_max: int = GHOSTS_UNBOUNDED) -> AdmissionC
     settings: dict[str, Any] = {} if policy == "default" else {"policy": policy}
     for pair in filter(None, rest.split(",")):
         key, _, value = pair.partition("=")
+        if key == "policy":
+            raise ConfigError(f"--admission {text}: the policy stands before the colon; expected its settings after it")
         settings[key] = _number(value)
     try:
         config = SariaConfig.from_extra({"dram_capacity": "1GiB", "admission": settings}).admission
@@ -251,7 +267,7 @@ def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, An
         arguments.chunk_tokens, arguments.dram_tokens, arguments.ssd_tokens, admission,
         parse_promotion(arguments.promotion), arguments.ssd_eviction, _ssd_ingress_ratio(arguments),
     )  # fmt: skip
-    if arguments.rated_capacity:
+    if arguments.rated_capacity is not None:
         rated_tokens = parse_bytes(arguments.rated_capacity, "--rated-capacity") / _kv_bytes_token(arguments)
         config = msgspec.structs.replace(
             config,
@@ -267,11 +283,17 @@ def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, An
         "hints": arguments.hints,
         **simulator.result.rates(),
     }
-    if arguments.hardware:
+    if arguments.hardware is not None:
         row.update(_time(arguments, served, row["ssd_write_tokens"]))
-    if arguments.rated_capacity:
+    if arguments.rated_capacity is not None:
         row.update(_wear(arguments, served, simulator.result))
     return row
+
+
+def check_kv_bytes(nbytes: int | None) -> None:
+    if nbytes is not None and not 1 <= nbytes <= KV_BYTES_MAX:
+        found = f"--kv-bytes-per-token {nbytes}"
+        raise ConfigError(f"{found}: expected a number of at least 1 and at most {KV_BYTES_MAX}")
 
 
 def check_ssd_ingress_ratio(ratio: float | None) -> None:
@@ -282,7 +304,7 @@ def check_ssd_ingress_ratio(ratio: float | None) -> None:
 def _ssd_ingress_ratio(arguments: argparse.Namespace) -> float:
     if arguments.ssd_ingress_ratio is not None:
         return float(arguments.ssd_ingress_ratio)
-    if arguments.hardware:
+    if arguments.hardware is not None:
         return Rates.of(hardware(arguments.hardware), model(arguments.model)).ssd_ingress_ratio
     return SSD_INGRESS_RATIO
 

@@ -29,6 +29,8 @@ from saria_vllm.sim.trace import (
     CompactSession,
     Request,
     Session,
+    check_limits,
+    check_once,
     compact_session,
     decode_compact,
     decoded,
@@ -38,6 +40,7 @@ from saria_vllm.sim.trace import (
 )
 
 MOONCAKE_BLOCK_TOKENS = 512
+_MOONCAKE_IDS = 1 << 64
 
 EXPECTED = "a trace: compact, weka (kv-cache-tester), mooncake, tracelab (CSV or JSON lines) or recorded"
 
@@ -98,6 +101,7 @@ def _directory(name: str, skips: _Skips) -> Trace:
             found = _file(each, number, _Skips(False))
             if found.form != "weka" or len(found.sessions) != 1:
                 raise TraceError(f"{each}, line 1: form {found.form!r}; expected one kv-cache-tester object")
+            _check_blocks(sessions, found.sessions[0], f"{each}, line 1")
             sessions += found.sessions
         except TraceError as error:
             skips.meet(error)
@@ -136,7 +140,7 @@ def _until_bad(lines: Lines, skips: _Skips) -> Iterator[tuple[int, bytes]]:
 def _is_json_object(data: bytes) -> bool:
     try:
         return data.lstrip()[:1] == b"{" and isinstance(msgspec.json.decode(data), dict)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 
 
@@ -165,19 +169,29 @@ def _form(line: bytes, where: str) -> str:
 
 
 def _each(
-    lines: Lines, name: str, skips: _Skips, parse: Callable[[bytes, int, str], Session], offset: int
+    lines: Lines, name: str, skips: _Skips, parse: Callable[[bytes, int, str], Session], first_session: int
 ) -> list[Session]:
-    sessions = []
+    sessions: list[Session] = []
     for number, line in lines:
+        where = f"{name}, line {number}"
         try:
-            sessions.append(parse(line, number + offset, f"{name}, line {number}"))
+            session = parse(line, first_session + len(sessions), where)
+            _check_blocks(sessions, session, where)
+            sessions.append(session)
         except TraceError as error:
             skips.meet(error)
     return sessions
 
 
+def _check_blocks(before: list[Session], session: Session, where: str) -> None:
+    """Refuse another size of blocks: their ids do not stand for the same tokens."""
+    if before and session.block_tokens != before[0].block_tokens:
+        found = f"blocks of {session.block_tokens} tokens"
+        raise TraceError(f"{where}: {found}; expected {before[0].block_tokens}, as in the sessions before")
+
+
 def _compact(lines: Lines, name: str, first_session: int, skips: _Skips) -> Trace:
-    return Trace(_each(lines, name, skips, decode_compact, first_session - 1), "compact", False, 0)
+    return Trace(_each(lines, name, skips, decode_compact, first_session), "compact", False, 0)
 
 
 class _WekaRequest(msgspec.Struct):
@@ -205,7 +219,7 @@ _WEKA = msgspec.json.Decoder(_WekaSession)
 
 
 def _weka(lines: Lines, name: str, first_session: int, skips: _Skips) -> Trace:
-    return Trace(_each(lines, name, skips, _weka_session, first_session - 1), "weka", False, 0)
+    return Trace(_each(lines, name, skips, _weka_session, first_session), "weka", False, 0)
 
 
 def _weka_session(line: bytes, number: int, where: str) -> Session:
@@ -250,7 +264,7 @@ _MOONCAKE = msgspec.json.Decoder(_Mooncake)
 
 
 def _mooncake(lines: Lines, name: str, first_session: int, skips: _Skips) -> Trace:
-    return Trace(_each(lines, name, skips, _mooncake_request, first_session - 1), "mooncake", True, 0)
+    return Trace(_each(lines, name, skips, _mooncake_request, first_session), "mooncake", True, 0)
 
 
 def _mooncake_request(line: bytes, number: int, where: str) -> Session:
@@ -259,12 +273,16 @@ def _mooncake_request(line: bytes, number: int, where: str) -> Session:
     if raw.timestamp < 0 or raw.input_length <= 0 or raw.output_length < 0 or min(raw.hash_ids, default=0) < 0:
         found = f"timestamp {raw.timestamp:g}, input_length {raw.input_length}, output_length {raw.output_length}"
         raise TraceError(f"{where}: {found}; expected input_length above 0 and the others and ids at least 0")
+    check_limits(raw.timestamp / 1000, raw.input_length, raw.output_length, where)
+    if max(raw.hash_ids, default=0) >= _MOONCAKE_IDS:
+        raise TraceError(f"{where}: hash_ids has {max(raw.hash_ids)}; expected ids of at most 64 bits")
     full, rest = divmod(raw.input_length, MOONCAKE_BLOCK_TOKENS)
     if len(raw.hash_ids) not in (full, full + (rest > 0)):
         found = f"{len(raw.hash_ids)} hash_ids for {raw.input_length} tokens"
         raise TraceError(f"{where}: {found}; expected {full}, or one more for the rest of {MOONCAKE_BLOCK_TOKENS}")
-    name = f"line {number}"
+    name = f"request {number}"
     runs = tuple(id_runs(raw.hash_ids))
+    check_once(runs, where)
     request = Request(name, 0, raw.timestamp / 1000, raw.input_length, raw.output_length, "unknown", runs)
     return Session(name, MOONCAKE_BLOCK_TOKENS, 0, 0, "", (request,))
 

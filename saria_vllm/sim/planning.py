@@ -266,7 +266,7 @@ def size_text(nbytes: int) -> str:
         return "none"
     for name, unit in (("TiB", TIB), ("GiB", GIB), ("TB", 10**12), ("GB", 10**9), ("MiB", 1 << 20)):
         if nbytes >= unit and nbytes * 2 % unit == 0:
-            return f"{nbytes / unit:g}{name}"
+            return f"{nbytes // unit}{'.5' if nbytes % unit else ''}{name}"
     return f"{nbytes}B"
 
 

@@ -28,7 +28,18 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from saria_vllm.errors import TraceError
-from saria_vllm.sim.trace import Request, Run, Session, append_runs, decoded, id_runs
+from saria_vllm.sim.trace import (
+    TIME_MAX_S,
+    TOKENS_MAX,
+    Request,
+    Run,
+    Session,
+    append_runs,
+    check_limits,
+    check_once,
+    decoded,
+    id_runs,
+)
 
 VERSION = 1
 HASH_BYTES = 8
@@ -187,6 +198,8 @@ class _Section:
             found = f"t {raw.t:g}, in {raw.input_tokens}, out {raw.output_tokens}, add of {len(raw.add)} bytes"
             message = f"expected t and out of at least 0, in above 0, add of {HASH_BYTES} bytes a chunk"
             raise TraceError(f"{where}: {found}; {message}")
+        time_s = self.offset_s + raw.t
+        check_limits(time_s, raw.input_tokens, raw.output_tokens, where)
         before = self._before(raw.of, where)
         had = sum(count for _, count in before)
         if not 0 <= raw.keep <= had:
@@ -196,9 +209,9 @@ class _Section:
             raise TraceError(f"{where}: {chunks} chunks for {raw.input_tokens} tokens; expected at most {full}")
         runs = append_runs(before, raw.keep, ())
         runs = append_runs(runs, raw.keep, self._new_runs(runs, raw.add))
+        check_once(runs, where)
         self._requests.append(runs)
         name = f"request {number}"
-        time_s = self.offset_s + raw.t
         request = Request(name, 0, time_s, raw.input_tokens, raw.output_tokens, "unknown", runs)
         return Session(name, self.chunk_tokens, 0, 0, "", (request,))
 
@@ -237,7 +250,8 @@ class _Section:
 
 
 def sessions(lines: Lines, name: str, meet: Callable[[TraceError], None]) -> list[Session]:
-    """Recorded requests in file order, each a session of its own; times count from the first header's start.
+    """Recorded requests in file order, each a session of its own; times count from the first header's start, or from
+    the earliest request where a clock that was set back began another before it.
 
     `meet` is told of each malformed line, and raises it or counts it.
 
@@ -266,13 +280,23 @@ def sessions(lines: Lines, name: str, meet: Callable[[TraceError], None]) -> lis
             except TraceError as error:
                 section.bad_line()
                 meet(error)
-    return found
+    early_s = min((session.requests[0].time_s for session in found), default=0.0)
+    return [_later(session, -early_s) for session in found] if early_s < 0 else found
+
+
+def _later(session: Session, by_s: float) -> Session:
+    return session._replace(
+        requests=tuple(request._replace(time_s=request.time_s + by_s) for request in session.requests)
+    )
 
 
 def _next_section(before: _Section | None, raw: _Line, offset_s: float, where: str) -> _Section:
-    if raw.saria_trace != VERSION or raw.chunk_tokens <= 0:
+    if raw.saria_trace != VERSION or not 0 < raw.chunk_tokens <= TOKENS_MAX:
         found = f"saria_trace {raw.saria_trace}, chunk_tokens {raw.chunk_tokens}"
-        raise TraceError(f"{where}: {found}; expected version {VERSION} and chunk_tokens above 0")
+        expected = f"version {VERSION} and chunk_tokens above 0, at most {TOKENS_MAX}"
+        raise TraceError(f"{where}: {found}; expected {expected}")
+    if abs(raw.started) > TIME_MAX_S:
+        raise TraceError(f"{where}: started {raw.started:g}; expected unix seconds, at most {TIME_MAX_S:g}")
     if before and before.chunk_tokens != raw.chunk_tokens:
         raise TraceError(
             f"{where}: chunk_tokens {raw.chunk_tokens}; expected {before.chunk_tokens}, as in the header before"

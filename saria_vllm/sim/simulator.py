@@ -268,7 +268,7 @@ _Plan = Callable[[Prefix, int, int, list[Ints], float], tuple[StoreJob | None, i
 
 def key_of(number: int) -> bytes:
     """The chunk key that stands for a trace's id."""
-    return number.to_bytes(12, "little")
+    return number.to_bytes(16, "little")
 
 
 def id_of(key: bytes) -> int:

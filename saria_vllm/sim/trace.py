@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import io
+import itertools
 import os
 import random
 import zlib
@@ -29,8 +30,15 @@ Run = tuple[int, int]
 _LOCAL_BITS = 32
 _INDEX_BITS, _LENGTH_BITS = 16, 20
 _BUFFER_BYTES = 1 << 16
+_BOM = b"\xef\xbb\xbf"
 _TOOLS = 1 << 60
 _SYSTEM = 2 << 60
+
+TOKENS_MAX = 1 << 26
+"""Of a prompt, of an answer and of a block: each chunk of a prompt costs memory."""
+
+TIME_MAX_S = 1e10
+"""Some 300 years, in which unix seconds fit: what is written is counted by day."""
 
 
 class Request(NamedTuple):
@@ -163,6 +171,7 @@ def trace_lines(file: IO[bytes], name: str, expected: str) -> Iterator[tuple[int
         lines: Any = gzip.GzipFile(fileobj=whole) if head == b"\x1f\x8b" else whole
         for line in lines:
             number += 1
+            line = line.removeprefix(_BOM) if number == 1 else line
             if line.strip():
                 yield number, line
     except (EOFError, OSError, zlib.error) as error:
@@ -180,8 +189,30 @@ def decoded(decoder: msgspec.json.Decoder[T], line: bytes, where: str, expected:
     """
     try:
         return decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{where}: {error}; expected {expected}") from None
+
+
+def check_limits(time_s: float, input_tokens: int, output_tokens: int, where: str) -> None:
+    """Refuse what no request can be.
+
+    Raises:
+        TraceError: a time or a number of tokens is out of bounds; the message begins with `where`.
+    """
+    if abs(time_s) > TIME_MAX_S or max(input_tokens, output_tokens) > TOKENS_MAX:
+        found = f"a request at {time_s:g} s of {input_tokens} tokens and {output_tokens} of answer"
+        raise TraceError(f"{where}: {found}; expected at most {TIME_MAX_S:g} s and {TOKENS_MAX} tokens")
+
+
+def check_once(runs: Iterable[Run], where: str) -> None:
+    """Refuse a prompt that has a block twice: an id names the whole prefix up to it.
+
+    Raises:
+        TraceError: it has; the message begins with `where`.
+    """
+    for (first, count), (following, _) in itertools.pairwise(sorted(runs)):
+        if following < first + count:
+            raise TraceError(f"{where}: block id {following} is twice in one prompt; expected each once")
 
 
 def decode_compact(line: bytes, number: int, where: str) -> Session:
@@ -199,8 +230,8 @@ def compact_session(raw: CompactSession, number: int, where: str) -> Session:
     Raises:
         TraceError: a number is out of range; the message begins with `where`.
     """
-    if raw.block_size <= 0:
-        raise TraceError(f"{where}: block_size is {raw.block_size}; expected tokens above zero")
+    if not 0 < raw.block_size <= TOKENS_MAX:
+        raise TraceError(f"{where}: block_size is {raw.block_size}; expected tokens above zero, at most {TOKENS_MAX}")
     if not raw.requests:
         raise TraceError(f"{where}: requests is empty; expected at least one")
     prompts = {0: (raw.tool_tokens, raw.system_tokens)}
@@ -228,6 +259,7 @@ def _checked_runs(before: tuple[Run, ...], item: CompactRequest, block_tokens: i
     if item.t < 0 or item.th < 0 or item.input_tokens <= 0 or item.output_tokens < 0:
         found = f"t {item.t}, th {item.th}, in {item.input_tokens}, out {item.output_tokens}"
         raise TraceError(f"{where}: {found}; expected in above 0 and the others at least 0")
+    check_limits(item.t, item.input_tokens, item.output_tokens, where)
     had = sum(count for _, count in before)
     if not 0 <= item.keep <= had:
         raise TraceError(f"{where}: keep is {item.keep}; expected 0 to {had}, the thread's blocks before")
@@ -240,6 +272,7 @@ def _checked_runs(before: tuple[Run, ...], item: CompactRequest, block_tokens: i
     if total not in (full, full + (rest > 0)):
         found = f"{total} block ids for {item.input_tokens} tokens"
         raise TraceError(f"{where}: {found}; expected {full}, or one more for the rest")
+    check_once(runs, where)
     return runs
 
 

@@ -11,7 +11,6 @@ before after that one's output at `OUTPUT_TOKEN_S` each (an assumption: 50 token
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -19,7 +18,16 @@ from typing import NamedTuple
 import msgspec
 
 from saria_vllm.errors import TraceError
-from saria_vllm.sim.trace import Request, Run, Session, append_runs, decoded, leading_runs
+from saria_vllm.sim.trace import (
+    TIME_MAX_S,
+    Request,
+    Run,
+    Session,
+    append_runs,
+    check_limits,
+    decoded,
+    leading_runs,
+)
 
 BLOCK_TOKENS = 64
 OUTPUT_TOKEN_S = 0.02
@@ -75,27 +83,35 @@ def csv_sessions(lines: Lines, name: str, meet: Meet) -> list[Session]:
     if missing:
         raise TraceError(f"{name}, line {number}: no column {missing[0]}; expected {', '.join((key, *_COLUMNS))}")
     places = [names.index(column) for column in _COLUMNS]
-    found: dict[str, list[tuple[_Round, float]]] = {}
+    found: dict[str, list[tuple[_Round, float, str]]] = {}
     for number, line in lines:
+        where = f"{name}, line {number}"
         try:
             fields = _fields(line)
             session = fields[names.index(key)]
             index, prefix, append, output, wait_ms = (float(fields[place]) for place in places)
             each = _Round(int(index), 0.0, int(prefix), int(append), int(output), "unknown")
-            _check(each, f"{name}, line {number}")
-            if not 0 <= wait_ms < float("inf"):
+            if (each.order, each.prefix, each.append, each.output) != (index, prefix, append, output):
+                raise ValueError("a count is not whole")
+            _check(each, where)
+            if not 0 <= wait_ms <= TIME_MAX_S * 1000:
                 raise ValueError(f"tool_wait_after_ms is {wait_ms:g}")
         except (IndexError, ValueError, OverflowError) as error:
-            meet(TraceError(f"{name}, line {number}: {error}; expected one number for each of {', '.join(_COLUMNS)}"))
+            meet(TraceError(f"{where}: {error}; expected one number for each of {', '.join(_COLUMNS)}"))
         except TraceError as error:
             meet(error)
         else:
-            found.setdefault(session, []).append((each, wait_ms / 1000))
+            found.setdefault(session, []).append((each, wait_ms / 1000, where))
     sessions = []
     for number, (session, rows) in enumerate(found.items(), 1):
         rows.sort(key=lambda row: row[0].order)
-        ends = itertools.accumulate((each.output * OUTPUT_TOKEN_S + wait_s for each, wait_s in rows), initial=0.0)
-        timed = [each._replace(time_s=time_s) for (each, _), time_s in zip(rows, ends, strict=False)]
+        timed, time_s = [], 0.0
+        for each, wait_s, where in rows:
+            if time_s > TIME_MAX_S:
+                meet(TraceError(f"{where}: round {each.order} at {time_s:g} s; expected at most {TIME_MAX_S:g} s"))
+                break
+            timed.append(each._replace(time_s=time_s))
+            time_s += each.output * OUTPUT_TOKEN_S + wait_s
         sessions.append(_session(session, number, timed))
     return sessions
 
@@ -142,6 +158,7 @@ def _check(each: _Round, where: str) -> None:
     if min(each.order, each.prefix, each.append, each.output) < 0 or each.prefix + each.append == 0:
         found = f"round {each.order} has prefix {each.prefix}, append {each.append}, output {each.output}"
         raise TraceError(f"{where}: {found}; expected none below 0 and a prompt above 0 tokens")
+    check_limits(each.time_s, each.prefix + each.append, each.output, where)
 
 
 def _session(session: str, number: int, rounds: list[_Round]) -> Session:

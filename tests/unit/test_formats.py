@@ -231,6 +231,77 @@ def test_malformed_lines_are_named_or_counted(tmp_path, good, bad, expected):
     assert trace == read_trace(write(tmp_path, lines(good)))._replace(skipped=1)
 
 
+def moon(**changes):
+    return MOONCAKE | changes
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        (COMPACT, COMPACT | {"block_size": 32, "tool_tokens": 0, "requests": [
+            {"t": 0, "th": 0, "in": 32, "out": 1, "keep": 0, "add": [[1, 1]]}]},
+         "blocks of 32 tokens; expected 64, as in the sessions before"),
+        (COMPACT, COMPACT | {"block_size": 1 << 27}, "block_size is 134217728; expected tokens above zero, at most"),
+        (COMPACT, COMPACT | {"requests": [
+            {"t": 0, "th": 0, "in": 1 << 38, "out": 1, "keep": 0, "add": [[0, 1 << 32]]}]},
+         r"requests\[0\]: a request at 0 s of 274877906944 tokens and 1 of answer; expected at most"),
+        (COMPACT, COMPACT | {"requests": [{"t": 1e15, "th": 0, "in": 64, "out": 1, "keep": 0, "add": [[0, 1]]}]},
+         r"a request at 1e\+15 s of 64 tokens and 1 of answer; expected at most 1e\+10 s and 67108864 tokens"),
+        (COMPACT, COMPACT | {"requests": [{"t": 0, "th": 0, "in": 256, "out": 1, "keep": 0, "add": [[1, 2], [2, 2]]}]},
+         "block id 2 is twice in one prompt; expected each once"),
+        (WEKA, weka_with(hash_ids=[1, 2, 3, 4, 1]), "block id 1 is twice in one prompt"),
+        (MOONCAKE, '{"other":' + "[" * 100_000 + "\n", "recursion depth .*; expected one Mooncake request"),
+        (MOONCAKE, moon(hash_ids=[7, 7]), "block id 7 is twice in one prompt"),
+        (MOONCAKE, moon(hash_ids=[1 << 64, 7]), "hash_ids has 18446744073709551616; expected ids of at most 64 bits"),
+        (MOONCAKE, moon(timestamp=1e17), r"a request at 1e\+14 s"),
+        (ROUND, ROUND | {"prefix_tokens": 10**15}, "of 1000000000000100 tokens and 60 of answer; expected at most"),
+        (ROUND, ROUND | {"output_tokens": 1 << 27}, "of 200 tokens and 134217728 of answer; expected at most"),
+        (CSV, "c,1,0,1e15,5,2,3\n", "of 1000000000000005 tokens"),
+        (CSV, "c,1,0,0,5.5,2,3\n", "a count is not whole; expected one number for each of"),
+        (CSV, "c,1,0,0,5,2,1e17\n", r"tool_wait_after_ms is 1e\+17"),
+    ],
+)  # fmt: skip
+def test_what_no_request_can_be_is_malformed(tmp_path, good, bad, expected):
+    """Or memory would end, ids would stand for other tokens, or the index would meet a chunk twice."""
+    test_malformed_lines_are_named_or_counted(tmp_path, good, bad, expected)
+
+
+def test_a_session_of_rounds_ends_where_time_does(tmp_path):
+    rows = [f"c,1,{number},0,64,1,9e12\n" for number in range(4)]
+    path = write(tmp_path, lines(CSV, *rows))
+    with pytest.raises(TraceError, match=r"line 7: round 2 at 1.8e\+10 s; expected at most 1e\+10 s"):
+        read_trace(path)
+    trace = read_trace(path, skip_bad=True)
+    assert ([len(session.requests) for session in trace.sessions], trace.skipped) == ([2, 1, 2], 1)
+
+
+def test_a_first_line_that_nests_without_end_is_no_trace(tmp_path):
+    with pytest.raises(TraceError, match=r"line 1: .*recursion depth.*; expected a trace"):
+        read_trace(write(tmp_path, '{"requests":' * 100_000))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path):
+    for good in (CSV, lines(COMPACT), lines(MOONCAKE)):
+        plain = read_trace(write(tmp_path, good))
+        assert read_trace(write(tmp_path, "\ufeff" + good)) == plain
+
+
+def test_blank_lines_give_no_session_the_ids_of_another(tmp_path):
+    for number, blank in enumerate(("\n", "")):
+        write(tmp_path, blank + json.dumps(WEKA), f"trace_{number:04}.json")
+    one, two = (session.requests[0].blocks() for session in read_trace(tmp_path).sessions)
+    assert not set(one[3:]) & set(two)
+
+
+def test_a_directory_has_one_size_of_blocks(tmp_path):
+    write(tmp_path, json.dumps(WEKA), "trace_0001.json")
+    other = weka_with(hash_ids=[1])
+    bad = write(tmp_path, json.dumps(other | {"block_size": 512, "requests": other["requests"][:1]}), "trace_0002.json")
+    with pytest.raises(TraceError, match="blocks of 512 tokens; expected 64") as caught:
+        read_trace(tmp_path)
+    assert str(caught.value).startswith(f"{bad}, line 1: ")
+
+
 def test_the_good_lines_after_a_bad_first_one_are_read(tmp_path):
     path = write(tmp_path, lines('{"timestamp": 12\n', "hello\n", MOONCAKE, MOONCAKE))
     with pytest.raises(TraceError, match=r"line 1: .*; expected a trace: compact"):

@@ -105,6 +105,7 @@ def test_sizes_are_text_that_the_configuration_reads_back():
     ]  # fmt: skip
     rng = random.Random(3)
     sizes = [size for n in range(1, 50) for size in (rng.randrange(1, 1 << 46), n * GIB // 2, n * 10**9)]
+    sizes += [1_234_567 << 20, 2_469_135 << 19, 999_999_999 * TIB]
     for size in sizes:
         assert parse_bytes(size_text(size), "x") == size
 
@@ -360,9 +361,10 @@ def test_html_is_one_file_with_pictures(capsys, tmp_path):
     assert text.count('src="data:image/png;base64,') == 2
     assert not re.search(r'(src|href)="(?!data:)', text), "it needs nothing else"
     assert "SariaConnector" in text and 'class="chosen"' in text
-    status, _, err = plan(capsys, *QUICK, "--html", str(tmp_path / "no" / "where.html"))
+    status, out, err = plan(capsys, *QUICK, "--html", str(tmp_path / "no" / "where.html"))
     assert status == 2
     assert "cannot be written" in err
+    assert "SariaConnector" in out, "what was planned is not lost"
 
 
 def test_html_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch, tmp_path):
@@ -379,13 +381,22 @@ def test_html_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
         (["--model", "gpt"], "--model gpt: unknown profile; choose one of llama-3.3-70b"),
         (["--hardware", "h300"], "--hardware h300: unknown profile; choose one of h100-sxm-pcie5, h200, b300"),
         (["--kv-bytes-per-token", "0"], "--kv-bytes-per-token 0: expected a number of at least 1"),
-        (["--kv-bytes-per-token", "9", "--prefill-tokens-s", "0"], "--prefill-tokens-s 0: expected a number above 0"),
+        (
+            ["--kv-bytes-per-token", "9", "--prefill-tokens-s", "0"],
+            "--prefill-tokens-s 0: expected a number from 1 to 1",
+        ),
+        (["--kv-bytes-per-token", "9", "--prefill-tokens-s", "1e-310"], "--prefill-tokens-s 1e-310: expected a number"),
+        (["--kv-bytes-per-token", "1" + "0" * 30], "0: expected a number of at least 1 and at most 1073741824"),
         (["--dram", "64"], "--dram: '64' is not a size above zero with a unit (B, KB"),
         (["--dram", "1MiB"], "--dram 1MiB: expected at least a chunk of 20,971,520 bytes"),
         (["--ssd", "1MiB"], "--ssd 1MiB: expected at least a chunk of 20,971,520 bytes"),
         (["--ssd", "100TiB"], "--ssd 100TiB: expected at most what the drives hold, 61.44TB"),
         (["--ssd", "8TiB", "--drives", "1"], "--ssd 8TiB: expected at most what the drives hold, 7.68TB"),
         (["--drives", "0"], "--drives 0: expected numbers from 1 to 1024, such as 1,2,4"),
+        (["--drives", "9" * 5000], "9: expected numbers from 1 to 1024"),
+        (["--dram", ""], "--dram: '' is not a size above zero with a unit"),
+        (["--ssd", ""], "--ssd: '' is not a size above zero with a unit"),
+        (["--drives", ""], "--drives : expected numbers from 1 to 1024"),
         (["--drives", "two"], "--drives two: expected numbers"),
         (["--admission", "lru"], "--admission lru: unknown policy; choose one of return, "),
         (["--sessions", "-1"], "--sessions -1: expected a number of at least 0"),
@@ -393,8 +404,10 @@ def test_html_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
         (["--chunk-tokens", "48"], "expected a multiple or a divisor of 64"),
         (["--promotion", "2"], "--promotion 2: expected auto or a share from 0 to 1"),
         (["--ssd-ingress-ratio", "-1"], "--ssd-ingress-ratio -1: expected a number above 0"),
-        (["--target-dwpd", "-1"], "--target-dwpd -1: expected a number from 0 to 100"),
+        (["--target-dwpd", "-1"], "--target-dwpd -1: expected 0 or a number from 0.001 to 100"),
+        (["--target-dwpd", "5e-324"], "--target-dwpd 4.94066e-324: expected 0 or a number from 0.001 to 100"),
         (["--life-years", "-1"], "--life-years -1: expected a number of at least 0"),
+        (["--starts", "36501d"], "--starts 36501d: expected at most 36500d"),
         (["--starts", "soon"], "--starts soon: expected a number with a unit"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: cannot be opened"),
         (["--trace", ""], "'': cannot be opened"),

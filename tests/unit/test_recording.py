@@ -136,7 +136,7 @@ def test_a_restarted_server_goes_on_in_the_same_file(tmp_path):
     assert not set(one.blocks()) & set(three.blocks())
 
 
-GOOD = {"t": 1, "in": 128, "out": 1, "keep": 0, "of": None, "add": base64.b64encode(bytes(16)).decode()}
+GOOD = {"t": 1, "in": 128, "out": 1, "keep": 0, "of": None, "add": base64.b64encode(bytes(range(16))).decode()}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,9 @@ GOOD = {"t": 1, "in": 128, "out": 1, "keep": 0, "of": None, "add": base64.b64enc
         ({"of": 0, "keep": 3}, "keep is 3; expected 0 to 2, the chunks of request 0"),
         ({"keep": 1}, "keep is 1; expected 0 to 0, the chunks of request None"),
         ({"of": 0, "keep": 1}, "3 chunks for 128 tokens; expected at most 2"),
+        ({"of": 0, "keep": 1, "in": 192}, "block id 4294967296 is twice in one prompt; expected each once"),
+        ({"t": 1e300}, r"a request at 1e\+300 s of 128 tokens"),
+        ({"in": 10**30}, "expected at most 1e"),
     ],
 )
 def test_malformed_lines_are_named(tmp_path, change, expected):
@@ -163,6 +166,14 @@ def test_malformed_lines_are_named(tmp_path, change, expected):
     assert str(caught.value).startswith(f"{path}, line 3: ")
     trace = read_trace(path, skip_bad=True)
     assert (len(trace.sessions), trace.skipped) == (2, 1)
+
+
+def test_times_begin_at_0_when_a_clock_was_set_back_between_two_starts(tmp_path):
+    """Before 0 the model of time would make reloads longer as time goes by."""
+    headers = ({"saria_trace": 1, "chunk_tokens": 64, "started": started} for started in (1000, 400))
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps(each) for header in headers for each in (header, GOOD)))
+    assert [session.requests[0].time_s for session in read_trace(path).sessions] == [600, 0]
 
 
 def test_what_stands_on_a_malformed_line_is_malformed_too(tmp_path):
@@ -179,6 +190,8 @@ def test_what_stands_on_a_malformed_line_is_malformed_too(tmp_path):
     [
         ('{"saria_trace": 2, "chunk_tokens": 64}', "saria_trace 2, chunk_tokens 64; expected version 1"),
         ('{"saria_trace": 1, "chunk_tokens": 0}', "chunk_tokens 0; expected version 1 and chunk_tokens above 0"),
+        ('{"saria_trace": 1, "chunk_tokens": 67108865}', "chunk_tokens 67108865; expected .* at most 67108864"),
+        ('{"saria_trace": 1, "chunk_tokens": 64, "started": -1e300}', r"started -1e\+300; expected unix seconds"),
         ('{"saria_trace": 1, "chunk_tokens": 128}', "chunk_tokens 128; expected 64, as in the header before"),
         ('{"saria_trace": 1, "chunk_tok', "line 3: .*; expected one request"),
     ],

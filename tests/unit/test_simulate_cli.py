@@ -1,6 +1,8 @@
 """`saria simulate`: its JSON, its table, its picture, and what it says to impossible wishes."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from saria_vllm.cli.simulate import GHOSTS_UNBOUNDED, parse_admission, parse_sec
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 KEYS = [
     "requests", "prompt_tokens", "hit_rate", "dram_hit_rate", "ssd_hit_rate", "ssd_write_tokens",
     "ssd_writes_never_read_fraction", "dram_only_request_fraction", "dram_evicted_tokens", "elapsed_s",
@@ -177,6 +180,15 @@ def test_days_repeat_as_other_sessions_and_the_load_steps(capsys, trace):
     assert [row["admission"] for row in rows] == ["saria", "return"]
 
 
+def test_load_steps_may_be_given_in_any_order(capsys, trace):
+    days = ["--repeat-days", "5", "--load-step"]
+    found = [
+        as_json(capsys, trace, *days, *steps)["requests"]
+        for steps in (("1:2", "--load-step", "3:3"), ("3:3", "--load-step", "1:2"))
+    ]
+    assert found == [15 * (1 + 2 + 2 + 3 + 3)] * 2
+
+
 def test_table_for_people(capsys, trace):
     _, out, _ = simulate(capsys, trace, "--admission", "saria", "--admission", "dram_only")
     lines = out.splitlines()
@@ -188,15 +200,25 @@ def test_table_for_people(capsys, trace):
         assert text in out
 
 
+def test_a_reader_that_leaves_early_sees_no_traceback(trace):
+    unread, output = os.pipe()
+    os.close(unread)
+    command = [sys.executable, "-m", "saria_vllm.cli", "simulate", "--trace", trace, "--dram-tokens", "512"]
+    ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    os.close(output)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+
+
 def test_plot_writes_a_picture(capsys, trace, tmp_path):
     pytest.importorskip("matplotlib", reason="the plot extra is not installed")
     target = tmp_path / "picture.png"
     status, _, _ = simulate(capsys, trace, "--admission", "saria", "--admission", "dram_only", "--plot", str(target))
     assert status == 0
     assert target.read_bytes().startswith(b"\x89PNG")
-    status, _, err = simulate(capsys, trace, "--plot", str(tmp_path / "no" / "where.png"))
+    status, out, err = simulate(capsys, trace, "--plot", str(tmp_path / "no" / "where.png"))
     assert status == 2
     assert "cannot be written" in err
+    assert "return" in out, "what was simulated is not lost"
 
 
 def test_plot_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch, trace, tmp_path):
@@ -231,8 +253,18 @@ def test_plot_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
         (["--kv-bytes-per-token", "0"], "--kv-bytes-per-token 0: expected a number of at least 1"),
         (
             ["--rated-capacity", "4TB", "--kv-bytes-per-token", "9", "--target-dwpd", "2"],
-            "--target-dwpd 2 and --hard-cap-dwpd 1: expected numbers above 0, the cap at least the target",
+            "--target-dwpd 2 and --hard-cap-dwpd 1: expected numbers from 0.001 to 100, the cap at least the target",
         ),
+        (
+            ["--rated-capacity", "4TB", "--kv-bytes-per-token", "9", "--target-dwpd", "5e-324"],
+            "--target-dwpd 4.94066e-324 and --hard-cap-dwpd 1: expected numbers from 0.001 to 100",
+        ),
+        (["--rated-capacity", "", "--kv-bytes-per-token", "9"], "--rated-capacity: '' is not a size above zero"),
+        (["--kv-bytes-per-token", "1" + "0" * 400], "0: expected a number of at least 1 and at most 1073741824"),
+        (["--hardware", "", "--model", ""], "--hardware : unknown profile; choose one of h100-sxm-pcie5, h200, b300"),
+        (["--starts", "9" * 400 + "h"], "9h: expected at most 36500d"),
+        (["--starts", "36501d"], "--starts 36501d: expected at most 36500d"),
+        (["--admission", "saria:policy=return"], "--admission saria:policy=return: the policy stands before the colon"),
         (["--repeat-days", "0"], "--repeat-days 0: expected a number of at least 1"),
         (["--load-step", "1:3"], "--load-step 1:3: expected DAY:FACTOR, such as 3:3, with a day from 0 to 0"),
         (["--load-step", "0:0"], "--load-step 0:0: expected DAY:FACTOR"),

@@ -245,7 +245,7 @@ def test_hits_are_planned_as_loads(monkeypatch):
 
 
 def test_keys_stand_for_ids():
-    for number in (0, 1, 7 << 32, (2 << 60) + 5, (1 << 90) + 1):
+    for number in (0, 1, 7 << 32, (2 << 60) + 5, (1 << 90) + 1, 1 << 114):
         assert id_of(key_of(number)) == number
 
 
