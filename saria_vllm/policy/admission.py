@@ -49,7 +49,7 @@ class Budget(NamedTuple):
     strictness: float
     """What it asks for: 0 while it is ample, 1 when it is spent."""
     chunks: int
-    """How many it has room for now."""
+    """How many it has room for now, with all of their groups."""
 
 
 class Admission(Protocol):
@@ -122,6 +122,8 @@ class Score(Unlearned):
         self._threshold, self._lifetime_s = threshold, 0.0
 
     def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
+        if not rows.size:
+            return np.empty(0, np.uint8)  # The mean of nothing would make the lifetime NaN for good.
         idle = np.maximum(now - index.touched[rows], 1e-3)
         self._lifetime_s += (float(idle.mean()) - self._lifetime_s) * (0.02 if self._lifetime_s else 1.0)
         lifetime = max(self._lifetime_s, 1e-3)
