@@ -197,10 +197,13 @@ class Return(Unlearned):
         it useless: under a budget, no more is begun than there is room for, and what was begun is finished."""
         if budget is None:
             return probability >= self._threshold
-        if self.returns.begun(visit):
-            return probability >= THRESHOLD_LOWEST
+        if probability < THRESHOLD_LOWEST:
+            return False
+        finishes: Mask = depths < self.returns.begun(visit)
         threshold = THRESHOLD_LOWEST + budget.strictness * (1 - THRESHOLD_LOWEST)
-        return probability >= threshold and self.returns.begin(visit, depths, budget.chunks)
+        if probability >= threshold:
+            finishes |= self.returns.begin(visit, depths, budget.chunks)
+        return finishes
 
 
 def make_admission(config: AdmissionConfig, chunk_tokens: int) -> Admission:

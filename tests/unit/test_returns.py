@@ -225,6 +225,8 @@ def test_what_was_begun_is_finished_however_strict_the_budget_becomes() -> None:
     assert admitted(visit, [7], 0.9, 0.5, 8) == 1
     assert admitted(visit, [6, 5], 0.2, 1.0, 0) == 2
     assert admitted(visit, [4], 0.05, 0.0, 100) == 0, "surely useless"
+    assert admitted(visit, [7], 0.2, 1.0, 0) == 1, "the other group of what was begun"
+    assert admitted(visit, [9, 8], 0.2, 0.95, 100) == 0, "behind it"
     assert admitted(other, [7], 0.9, 1.0, 0) == 0
     assert admitted(long, [7, 6, 5, 4, 3], 0.9, 0.5, 5) == 2, "as much of its beginning as there is room for"
     follows = admission.returns.visit(10, 8, long, {}, 1.0, on_ssd=8)
