@@ -182,6 +182,20 @@ def room_of(governor: Governor, nbytes: int, now: float) -> Governor:
     return governor
 
 
+@pytest.mark.parametrize(
+    ("on_ssd", "in_dram", "room", "expected"), [(2, 0, 2, b"cd"), (1, 1, 1, b"b"), (1, 1, 3, b"bcd")]
+)
+def test_what_is_on_ssd_needs_no_room(on_ssd: int, in_dram: int, room: int, expected: bytes) -> None:
+    tiers = make_tiers(12, admission=AdmissionConfig())
+    nbytes, noon, keys = tiers.shapes[0].record_bytes, DAY_S / 2, [b"a", b"b", b"c", b"d"]
+    turn(tiers, keys[:on_ssd], noon - 9)
+    end(tiers, *evict_all(tiers, now=noon - 9))
+    turn(tiers, keys[: on_ssd + in_dram], noon - 8)
+    tiers.evictor.governors = [room_of(Governor(100 * nbytes, 1000 * nbytes, 0.0), room * nbytes, noon)]
+    turn(tiers, keys, noon)
+    assert b"".join(sorted(keys_of(evict_all(tiers, now=noon + 1)))) == expected
+
+
 def test_a_budget_has_room_for_chunks_with_all_groups_and_ranks_and_for_whole_ones_on_each_drive() -> None:
     tiers = make_tiers(record_bytes=(4096, 8192), ranks=2, drives=2)
     assert tiers.evictor._budget(0.0) is None, "no governors"
@@ -225,6 +239,8 @@ def test_what_was_begun_is_finished_however_strict_the_budget_becomes() -> None:
     assert admitted(visit, [7], 0.9, 0.5, 8) == 1
     assert admitted(visit, [6, 5], 0.2, 1.0, 0) == 2
     assert admitted(visit, [4], 0.05, 0.0, 100) == 0, "surely useless"
+    assert admitted(visit, [3], 0.9, 0.5, 0) == 1, "no room asked for again"
+    assert admitted(visit, [2], 0.2, 1.0, 0) == 1, "nor forgotten"
     assert admitted(visit, [7], 0.2, 1.0, 0) == 1, "the other group of what was begun"
     assert admitted(visit, [9, 8], 0.2, 0.95, 100) == 0, "behind it"
     assert admitted(other, [7], 0.9, 1.0, 0) == 0
