@@ -270,7 +270,7 @@ def test_admission_is_as_generous_as_the_drive_with_most_left_allows(make: Make,
     spent.spend(spent.room(engine.now), engine.now)
 
     def strictness() -> float:
-        budget = evictor._budget(0, engine.now)
+        budget = evictor._budget(engine.now)
         assert budget is not None
         return budget.strictness
 
@@ -278,4 +278,4 @@ def test_admission_is_as_generous_as_the_drive_with_most_left_allows(make: Make,
     extents.pause(1, engine.now)
     assert strictness() == spent.threshold(engine.now), "the other is not written to"
     extents.leave_out(0)
-    assert evictor._budget(0, engine.now) == (1.0, 0)
+    assert evictor._budget(engine.now) == (1.0, 0)

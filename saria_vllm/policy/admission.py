@@ -49,7 +49,7 @@ class Budget(NamedTuple):
     strictness: float
     """What it asks for: 0 while it is ample, 1 when it is spent."""
     chunks: int
-    """How many it has room for now."""
+    """How many it has room for now, with all of their groups."""
 
 
 class Admission(Protocol):
@@ -124,7 +124,7 @@ class Score(Unlearned):
 
     def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
         if not rows.size:
-            return np.empty(0, np.uint8)
+            return np.empty(0, np.uint8)  # The mean of nothing would make the lifetime NaN for good.
         idle = np.maximum(now - index.touched[rows], 1e-3)
         self._lifetime_s += (float(idle.mean()) - self._lifetime_s) * (0.02 if self._lifetime_s else 1.0)
         lifetime = max(self._lifetime_s, 1e-3)
@@ -199,10 +199,13 @@ class Return(Unlearned):
         it useless: under a budget, no more is begun than there is room for, and what was begun is finished."""
         if budget is None:
             return probability >= self._threshold
-        if self.returns.begun(visit):
-            return probability >= THRESHOLD_LOWEST
+        if probability < THRESHOLD_LOWEST:
+            return False
+        finishes: Mask = depths < self.returns.begun(visit)
         threshold = THRESHOLD_LOWEST + budget.strictness * (1 - THRESHOLD_LOWEST)
-        return probability >= threshold and self.returns.begin(visit, depths, budget.chunks)
+        if probability >= threshold:
+            finishes |= self.returns.begin(visit, depths, budget.chunks)
+        return finishes
 
 
 def make_admission(config: AdmissionConfig, chunk_tokens: int) -> Admission:

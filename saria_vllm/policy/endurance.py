@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from typing import Annotated
 
 import msgspec
 
@@ -49,31 +50,41 @@ USUAL_SHARE = 0.1
 _PARTS = 96
 """Of a day, in which demand is counted."""
 
+_LAST_PART = math.nextafter(_PARTS, 0)
+"""The end of a day: a difference of times may round to the whole of it."""
+
 _BIN_S = 300.0
 
 RATED_YEARS = 5.0
 """What a drive's rated writes per day are meant for."""
 
 
-class EnduranceState(msgspec.Struct):
-    """What must survive a restart. Times are seconds of the wall clock."""
+_EXABYTE = 2**60
+_Seconds = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+_Bytes = Annotated[float, msgspec.Meta(ge=0, le=_EXABYTE)]
+_Demand = Annotated[list[_Bytes], msgspec.Meta(min_length=_PARTS, max_length=_PARTS)]
+_Written = Annotated[int, msgspec.Meta(ge=0, le=_EXABYTE)]
 
-    saved_s: float
-    day_began_s: float
-    spent_bytes: float
-    """In this day."""
-    kept_bytes: float
+
+class EnduranceState(msgspec.Struct):
+    """What must survive a restart. Times are seconds of the wall clock. Decoding refuses what `restore` cannot use."""
+
+    saved_s: _Seconds
+    day_began_s: _Seconds
+    spent_bytes: Annotated[float, msgspec.Meta(ge=-_EXABYTE, le=_EXABYTE)]
+    """In this day; below zero where a new deployment has more than the plan gives it."""
+    kept_bytes: _Bytes
     """Of earlier days, what this one may draw of it included."""
-    drawn_bytes: float
-    joined: float
-    """The share of this day's demand that had come before anything was counted."""
-    usual_bytes: list[float]
-    """Demand by part of the day, over the days before."""
-    asked_bytes: list[float]
+    drawn_bytes: _Bytes
+    joined_part: Annotated[float, msgspec.Meta(ge=0, le=_PARTS)]
+    """Where in this day, in parts of it, demand began to be counted."""
+    usual_bytes: _Demand
+    """By part of the day, over the days before."""
+    asked_bytes: _Demand
     """Of this day."""
-    written_bytes: int
+    written_bytes: _Written
     """In all."""
-    bins: list[tuple[float, int]]
+    bins: list[tuple[_Seconds, _Written]]
     """(begin, bytes) of the last 24 hours."""
 
 
@@ -94,10 +105,10 @@ class Governor:
         self._now = now
         self._day_began = now if day_began is None else day_began
         self._usual, self._asked = [0.0] * _PARTS, [0.0] * _PARTS
-        self._plan = _plan(self._usual)
+        self._expect()
         self._kept = self._drawn = self._spent = 0.0
-        self._joined = self._due()
-        self._spent = self._level(self._joined) - FRESH_DAYS * budget_bytes_day
+        self._joined = self._part()
+        self._spent = self._level(self._due()) - FRESH_DAYS * budget_bytes_day
         self._bins: deque[tuple[float, int]] = deque()
         self._last_day = 0
         self.written_bytes = 0
@@ -106,8 +117,8 @@ class Governor:
 
     def _advance(self, now: float) -> None:
         self._now = max(self._now, now)
-        if self._now >= self._day_began + DAY_S:
-            self._begin_day(int((self._now - self._day_began) // DAY_S))
+        if ended := int((self._now - self._day_began) // DAY_S):
+            self._begin_day(ended)
         while self._bins and self._bins[0][0] + _BIN_S <= self._now - DAY_S:
             self._last_day -= self._bins.popleft()[1]
 
@@ -117,19 +128,42 @@ class Governor:
         self._kept = min(max(0.0, self._kept + unused), KEPT_DAYS * self.budget_bytes_day)
         self._drawn = min(self._kept, DRAWN_DAYS * self.budget_bytes_day)
         self._day_began += days * DAY_S
-        self._spent = self._joined = 0.0
-        if any(self._asked):
+        if self._asked_in_all:
             self._usual = [
-                FADING * usual + (1 - FADING) * asked for usual, asked in zip(self._usual, self._asked, strict=True)
+                FADING * usual + (1 - FADING) * asked for usual, asked in zip(self._usual, self._day(), strict=True)
             ]
             self._asked = [0.0] * _PARTS
-            self._plan = _plan(self._usual)
+            self._expect()
+        self._spent = self._joined = 0.0
+
+    def _day(self) -> list[float]:
+        """This day's demand by part. What came before it was counted is taken to be the usual; where nothing is usual
+        yet, as much as later: a day that was joined in the evening is not one of evening demand only."""
+        even = self._asked_in_all / max(1.0, _PARTS - self._joined)
+        missed = self._usual if self._usual_in_all else [even] * _PARTS
+        return [
+            asked + min(1.0, max(0.0, self._joined - part)) * more
+            for part, (asked, more) in enumerate(zip(self._asked, missed, strict=True))
+        ]
+
+    def _expect(self) -> None:
+        """Plan by what is known of the demand."""
+        self._plan = _plan(self._usual)
+        self._usual_in_all, self._asked_in_all = math.fsum(self._usual), math.fsum(self._asked)
+
+    def _part(self) -> float:
+        """Where in this day we are, in parts of it."""
+        return min(max(0.0, (self._now - self._day_began) / DAY_S * _PARTS), _LAST_PART)
+
+    def _came(self, part: float) -> float:
+        """The share of a day's demand that has usually come by there."""
+        whole, rest = divmod(part, 1.0)
+        before, after = self._plan[int(whole)], self._plan[int(whole) + 1]
+        return before + rest * (after - before)
 
     def _due(self) -> float:
         """The share of a day's demand that has usually come by now."""
-        whole, part = divmod((self._now - self._day_began) / DAY_S * _PARTS, 1.0)
-        before, after = self._plan[int(whole)], self._plan[min(int(whole) + 1, _PARTS)]
-        return before + part * (after - before)
+        return self._came(self._part())
 
     def _level(self, due: float) -> float:
         """Bytes that the plan allows by now and that are not spent."""
@@ -138,15 +172,16 @@ class Governor:
     def _tightness(self, due: float) -> float:
         """0 where the rest of the day's demand fits into what is left of its budget, 1 from `TIGHT` times that on."""
         left = self._level(1.0)
-        usual, asked = math.fsum(self._usual), math.fsum(self._asked)
-        weight = USUAL_SHARE if usual else FRESH_DAYS
-        demand = (asked + weight * usual) / (due - self._joined + weight) * (1 - due)
+        weight = USUAL_SHARE if self._usual_in_all else FRESH_DAYS
+        seen = due - self._came(self._joined)
+        demand = (self._asked_in_all + weight * self._usual_in_all) / (seen + weight) * (1 - due)
         return min(1.0, max(0.0, (demand / left - 1) / (TIGHT - 1))) if left > 0 else 1.0
 
-    def ask(self, nbytes: int, now: float) -> None:
+    def ask(self, nbytes: float, now: float) -> None:
         """So many bytes left DRAM and are not on SSD, whatever becomes of them: the demand that a day is planned by."""
         self._advance(now)
-        self._asked[int((self._now - self._day_began) / DAY_S * _PARTS)] += nbytes
+        self._asked[int(self._part())] += nbytes
+        self._asked_in_all += nbytes
 
     def threshold(self, now: float) -> float:
         """How sure admission must be that a chunk is read again: 0 while the budget is ample, 1 when it is spent."""
@@ -194,19 +229,20 @@ class Governor:
     def restore(self, state: EnduranceState, now: float, wall_s: float) -> None:
         """Go on where an earlier process stopped; no time went by if the wall clock went back."""
         shift = now - max(wall_s, state.saved_s)
-        self._now = min(now, state.saved_s + shift)
-        self._day_began = min(state.day_began_s + shift, self._now)
+        self._day_began = min(state.day_began_s + shift, now)
         self._spent = state.spent_bytes
         self._kept = min(state.kept_bytes, KEPT_DAYS * self.budget_bytes_day)
         self._drawn = min(state.drawn_bytes, DRAWN_DAYS * self.budget_bytes_day)
-        self._joined = state.joined
-        if len(state.usual_bytes) == len(state.asked_bytes) == _PARTS:
-            self._usual, self._asked = list(state.usual_bytes), list(state.asked_bytes)
-            self._plan = _plan(self._usual)
+        self._joined = min(state.joined_part, self._part())
+        self._usual, self._asked = list(state.usual_bytes), list(state.asked_bytes)
+        self._expect()
         self.written_bytes += state.written_bytes
         self._bins.extendleft((begin + shift, nbytes) for begin, nbytes in reversed(state.bins))
         self._last_day += sum(nbytes for _, nbytes in state.bins)
+        day = self._day_began
         self._advance(now)
+        if self._day_began > day:
+            self._joined = self._part()
 
 
 def _plan(usual: list[float]) -> list[float]:

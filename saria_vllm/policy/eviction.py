@@ -106,7 +106,7 @@ class Evictor:
         chunks, index = self._chunks, self._chunks.index
         group = int(index.group[rows[0]])
         new = index.ssd[rows] == NONE
-        reasons = self._admission.evicted(index, rows[new], now, self._budget(group, now))
+        reasons = self._admission.evicted(index, rows[new], now, self._budget(now))
         admitted = np.zeros(len(rows), np.bool_)
         admitted[new] = ADMITS[reasons]
         over = admitted.nonzero()[0][self._queue_room(group) :]
@@ -138,21 +138,29 @@ class Evictor:
         self._drop(gone)
         return persists, True
 
-    def _budget(self, group: int, now: float) -> Budget | None:
-        """What the drives have left: they ask for as much care as the one that has most."""
+    def _budget(self, now: float) -> Budget | None:
+        """What the drives have left: they ask for as much care as the one that has most. A chunk is of use when all of
+        its groups are there, so there must be room for them."""
         if not self.governors:
             return None
-        extents = self._chunks.extents
-        writable = [True] * len(self.governors) if extents is None else extents.writable(now)
-        governors = [governor for governor, may in zip(self.governors, writable, strict=True) if may]
-        room = sum(governor.room(now) for governor in governors)
-        strictness = min((governor.threshold(now) for governor in governors), default=1.0)
-        return Budget(strictness, room // self._written_bytes(group))
+        governors, nbytes = self._writable(now), sum(map(self._written_bytes, range(len(self._shapes))))
+        chunks = sum(governor.room(now) // nbytes for governor in governors)
+        return Budget(min((governor.threshold(now) for governor in governors), default=1.0), chunks)
 
     def _ask(self, group: int, chunks: int, now: float) -> None:
-        """So many chunks might be written, and the write budget decides on them."""
-        for governor in self.governors:
-            governor.ask(chunks * self._written_bytes(group), now)
+        """So many chunks might be written, and the write budget decides on them: each drive's on its share."""
+        governors = self._writable(now)
+        in_all = sum(governor.budget_bytes_day for governor in governors)
+        for governor in governors:
+            share = governor.budget_bytes_day / in_all
+            governor.ask(chunks * self._written_bytes(group) * share, now)
+
+    def _writable(self, now: float) -> list[Governor]:
+        """Of the drives that are written to."""
+        extents = self._chunks.extents
+        if extents is None or not self.governors:
+            return self.governors
+        return [governor for governor, may in zip(self.governors, extents.writable(now), strict=True) if may]
 
     def _written_bytes(self, group: int) -> int:
         """Of a chunk, on all ranks."""

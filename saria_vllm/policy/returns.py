@@ -98,8 +98,9 @@ class Visit:
 
     def __init__(self, time: float, chunks: int, line: Line, ended: bool, on_ssd: int) -> None:
         self.time, self.chunks, self.line, self.ended, self.on_ssd = time, chunks, line, ended, on_ssd
-        self.begun = False
-        """Whether some of its chunks were written under a budget: they are of no use without those before them."""
+        self.begun = 0
+        """How many of its leading chunks are wanted on SSD, with all groups: under a budget the last of them was
+        written, which is of no use without the others."""
         self.left_at = -1
         """Chunks that a later request shared before it took another branch, -1 when none did."""
         self.left_chunks = 0
@@ -242,11 +243,11 @@ class Returns:
         """Which chunks of a visit to begin with: those that are on SSD with all before them when `room` is used up."""
         known = self._visits[visit]
         reached: Mask = depths < known.on_ssd + room
-        known.begun = bool(reached.any())
+        known.begun = max(known.begun, 1 + int(depths[reached].max(initial=-1)))
         return reached
 
-    def begun(self, visit: int) -> bool:
-        """Whether some of its chunks were written under a budget."""
+    def begun(self, visit: int) -> int:
+        """How many of its leading chunks are wanted on SSD, because the last of them was written under a budget."""
         return self._visits[visit].begun
 
     def left_at(self, visit: int) -> int:

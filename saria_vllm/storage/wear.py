@@ -30,8 +30,8 @@ class _File(msgspec.Struct):
 
 
 def device_bytes(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> list[int]:
-    """Bytes of the block device under each existing path, a partition counting as its whole disk; paths on one device
-    share it evenly.
+    """Bytes of the block device under each existing path, at least 1, a partition counting as its whole disk; paths on
+    one device share it evenly.
 
     A logical volume or a software RAID counts with its own size. Where there is no block device (tmpfs, overlay,
     btrfs, network), the file system's size counts.
@@ -51,7 +51,7 @@ def device_bytes(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> lis
             raise StorageError(f"{path}: {error.strerror or error}") from error
         devices.append((name, nbytes))
     names = [name for name, _ in devices]
-    return [nbytes // names.count(name) for name, nbytes in devices]
+    return [max(1, nbytes // names.count(name)) for name, nbytes in devices]
 
 
 def _whole_disk(link: str) -> tuple[str, int]:

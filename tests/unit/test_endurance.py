@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ import pytest
 from saria_vllm.policy.endurance import (
     DAY_S,
     DRAWN_DAYS,
-    EVEN_SHARE,
+    FADING,
     FRESH_DAYS,
     KEPT_DAYS,
     LEAD,
@@ -49,7 +50,43 @@ def test_a_day_that_is_joined_late_has_no_more_than_its_rest() -> None:
     pressed(governor, 0.75 * DAY_S)
     assert write(governor, 10**15, 0.75 * DAY_S) == pytest.approx(FRESH_DAYS * 100 * GB)
     assert write(governor, 10**15, 0.999 * DAY_S) == pytest.approx((1 - LEAD * 0.75) * 100 * GB)
-    assert governor.room(1.1 * DAY_S) == pytest.approx(LEAD * EVEN_SHARE * 10 * GB), "it is planned for the afternoon"
+
+
+@pytest.mark.parametrize("hour", [6, 12, 18, 22, 23.9])
+def test_a_day_that_is_joined_late_tells_of_the_next_as_a_whole_one_does(hour: float) -> None:
+    """Half of the budget a day, evenly: on the next day none of it is taken for the demand of that late hour."""
+    governor = Governor(100 * GB, 200 * GB, now=hour * 3600, day_began=0.0)
+    for minute in range(math.ceil(hour * 60), 2 * 24 * 60):
+        governor.ask(50 * GB / (24 * 60), minute * 60.0)
+        if minute > 24 * 60:
+            assert governor.threshold(minute * 60.0) == 0
+            assert write(governor, 50 * GB // (24 * 60), minute * 60.0) == 50 * GB // (24 * 60)
+
+
+def test_a_day_is_worth_three_tenths_of_what_is_usual_and_one_without_demand_nothing() -> None:
+    governor = Governor(100 * GB, 200 * GB, now=0.0)
+    governor.ask(100, 0.0)
+    governor.ask(1000, DAY_S * 1.5)
+    for day in (2, 5):
+        usual = governor.state(day * DAY_S, 0.0).usual_bytes
+        assert usual[0] == pytest.approx(0.7 * 0.3 * 100)
+        assert usual[48] == pytest.approx(0.3 * 1000)
+        assert math.fsum(usual) == pytest.approx(usual[0] + usual[48])
+
+
+def test_the_last_moments_of_a_day_belong_to_it() -> None:
+    """Differences of times round: to a whole day before it is over, to less when it is."""
+    began = 34889.78874837356
+    last = math.nextafter(began + DAY_S, 0)
+    assert last - began == DAY_S
+    pressed(Governor(100 * GB, 1000 * GB, now=began), last)
+    began = 504720.46742886334
+    end = began + DAY_S
+    assert end - began < DAY_S
+    governor = pressed(Governor(100 * GB, 1000 * GB, now=began), began)
+    assert write(governor, 10**15, end - 1) > 0
+    assert governor.room(end) == 0, "a day's budget is there once"
+    assert governor.room(end + DAY_S) > 0
 
 
 def test_demand_that_fits_is_never_refused() -> None:
@@ -63,6 +100,15 @@ def test_demand_that_fits_is_never_refused() -> None:
             assert governor.threshold(at) == 0 or day == 0
             assert write(governor, GB, at) == GB
     assert governor.strictest < 0.5, "on the first day nobody knows yet"
+
+
+def test_nine_tenths_of_the_budget_fit_to_the_last_minute() -> None:
+    governor = Governor(100 * GB, 200 * GB, now=0.0)
+    each = 90 * GB // (24 * 60)
+    for minute in range(3 * 24 * 60):
+        governor.ask(each, minute * 60.0)
+        assert governor.threshold(minute * 60.0) == 0
+        assert write(governor, each, minute * 60.0) == each
 
 
 def test_unused_budget_is_kept_for_a_day_and_given_out_little_by_little() -> None:
@@ -99,6 +145,13 @@ def test_the_threshold_rises_as_the_last_of_the_budget_goes() -> None:
     assert seen[-1] > 0.9
     steps = [after - before for before, after in pairwise(seen)]
     assert max(steps) < 0.03
+
+
+def test_where_nothing_is_left_of_the_day_nothing_is_begun_however_little_is_asked_for() -> None:
+    governor = Governor(100 * GB, 1000 * GB, now=0.0)
+    governor.spend(200 * GB, DAY_S / 2)
+    assert governor.threshold(DAY_S / 2) == 1
+    assert governor.room(DAY_S / 2) == 0
 
 
 def test_at_the_end_of_a_day_what_is_left_is_spent_generously() -> None:
@@ -197,6 +250,106 @@ def test_budget_accrues_while_no_process_runs() -> None:
     assert second.last_day_bytes(3.0 + 0.6 * DAY_S) == 0
 
 
+def test_after_a_night_without_a_process_the_morning_is_not_taken_for_one_without_demand() -> None:
+    """Demand in the morning is three times the afternoon's; on the fourth day the process starts at noon."""
+    governor = Governor(100 * GB, 200 * GB, now=0.0)
+    state = governor.state(0.0, 0.0)
+    for quarter in range(4 * 96):
+        day, part = divmod(quarter, 96)
+        now = quarter * DAY_S / 96
+        if day == 3 and part < 48:
+            continue
+        if day == 3 and part == 48:
+            governor = Governor(100 * GB, 200 * GB, now=now)
+            governor.restore(restarted(state), now, wall_s=now)
+            assert governor.state(now, now).joined_part == pytest.approx(48)
+        governor.ask(3 * GB if part < 48 else GB, now)
+        state = governor.state(now, now)
+    usual = [FADING * usual + (1 - FADING) * asked for usual, asked in zip(state.usual_bytes, [GB] * 96, strict=True)]
+    after = governor.state(4 * DAY_S, 4 * DAY_S).usual_bytes
+    assert after[48:] == pytest.approx(usual[48:])
+    assert after[:48] == pytest.approx(state.usual_bytes[:48])
+
+
+def test_what_a_quarter_of_a_day_asked_for_is_expected_of_the_next_also_where_the_day_was_joined_at_noon() -> None:
+    governor = Governor(100 * GB, 200 * GB, now=DAY_S / 2, day_began=0.0)
+    left = governor.room(DAY_S / 2)
+    governor.ask(60 * GB, DAY_S / 2)
+    assert governor.room(0.75 * DAY_S) < 0.9 * left
+
+
+def test_a_day_joined_at_its_last_moment_is_not_a_day_of_such_moments() -> None:
+    governor = Governor(100 * GB, 200 * GB, now=DAY_S - 1e-3, day_began=0.0)
+    governor.ask(GB, DAY_S - 1e-3)
+    assert sum(governor.state(DAY_S, 0.0).usual_bytes) <= 0.3 * 97 * GB
+
+
+def odd(**values: object) -> bytes:
+    state = msgspec.to_builtins(Governor(100 * GB, 150 * GB, now=0.0).state(0.0, 5e9))
+    return msgspec.json.encode({**state, **values})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"usual_bytes": [0.0] * 95},
+        {"asked_bytes": [0.0] * 97},
+        {"usual_bytes": [-1.0] + [0.0] * 95},
+        {"asked_bytes": [1e300] * 96},
+        {"saved_s": 1e300},
+        {"day_began_s": -1e300},
+        {"spent_bytes": -1e300},
+        {"kept_bytes": -1.0},
+        {"drawn_bytes": 1e300},
+        {"joined_part": 96.5},
+        {"written_bytes": -1},
+        {"bins": [[5e9, -1]]},
+        {"bins": [[1e300, 1]]},
+    ],
+)
+def test_a_state_that_no_governor_has_is_refused(values: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(odd(**values), type=EnduranceState)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"saved_s": 1e11},
+        {"saved_s": -1e11, "day_began_s": -1e11},
+        {"day_began_s": 1e11},
+        {"day_began_s": -1e11},
+        {"spent_bytes": 2.0**60, "kept_bytes": 2.0**60, "drawn_bytes": 2.0**60},
+        {"usual_bytes": [2.0**59] * 96, "asked_bytes": [2.0**59] * 96, "joined_part": 96},
+        {"joined_part": 10.5, "asked_bytes": [1.0] * 96},
+        {"bins": [[9e10, 2**60], [0, 5]]},
+    ],
+)
+def test_the_oddest_state_that_is_taken_gives_no_more_than_a_budget_and_no_error(values: dict[str, object]) -> None:
+    governor = Governor(100 * GB, 150 * GB, now=7.0)
+    governor.restore(msgspec.json.decode(odd(**values), type=EnduranceState), now=7.0, wall_s=5e9)
+    for now in (7.0, 1000.0, DAY_S, 3 * DAY_S + 1):
+        governor.ask(GB, now)
+        assert 0 <= governor.threshold(now) <= 1
+        assert 0 <= governor.room(now) <= 150 * GB
+        restarted(governor.state(now, 5e9 + now))
+
+
+def test_a_day_that_a_state_says_is_to_come_begins_now() -> None:
+    governor = Governor(100 * GB, 150 * GB, now=7.0)
+    governor.restore(msgspec.json.decode(odd(day_began_s=9e10), type=EnduranceState), now=7.0, wall_s=5e9)
+    write(governor, 10**15, DAY_S)
+    assert governor.state(DAY_S + 8.0, 5e9).day_began_s == pytest.approx(5e9 - 1.0)
+
+
+def test_a_clock_that_goes_back_stands_still() -> None:
+    governor = pressed(Governor(100 * GB, 150 * GB, now=0.0), 0.0)
+    room = governor.room(DAY_S / 2)
+    assert governor.room(DAY_S / 4) == room > 0
+    write(governor, room, 5.0)
+    assert governor.room(DAY_S / 2) == 0
+
+
 def test_a_smaller_budget_after_a_restart_carries_no_more_than_its_own_day() -> None:
     first = Governor(100 * GB, 150 * GB, now=0.0)
     second = Governor(GB, 150 * GB, now=0.0)
@@ -220,6 +373,7 @@ def test_a_wall_clock_that_went_back_gives_no_budget() -> None:
     second.restore(first.state(0.0, wall_s=5e9), now=9.0, wall_s=4e9)
     assert second.room(9.0) == 0
     assert second.last_day_bytes(9.0) == first.written_bytes
+    assert second.last_day_bytes(9.0 + 1.01 * DAY_S) == 0
 
 
 def test_b_1145_mib_per_second_end_a_4_tb_drive_in_seventy_days() -> None:

@@ -175,6 +175,57 @@ def test_under_a_budget_no_prefix_is_begun_that_cannot_be_finished() -> None:
     assert governor.room(noon + 1.0) < nbytes
 
 
+def room_of(governor: Governor, nbytes: int, now: float) -> Governor:
+    """Under more demand than budget, with so many bytes of room."""
+    governor.ask(10**12, now)
+    governor.spend(governor.room(now) - nbytes, now)
+    return governor
+
+
+@pytest.mark.parametrize(
+    ("on_ssd", "in_dram", "room", "expected"), [(2, 0, 2, b"cd"), (1, 1, 1, b"b"), (1, 1, 3, b"bcd")]
+)
+def test_what_is_on_ssd_needs_no_room(on_ssd: int, in_dram: int, room: int, expected: bytes) -> None:
+    tiers = make_tiers(12, admission=AdmissionConfig())
+    nbytes, noon, keys = tiers.shapes[0].record_bytes, DAY_S / 2, [b"a", b"b", b"c", b"d"]
+    turn(tiers, keys[:on_ssd], noon - 9)
+    end(tiers, *evict_all(tiers, now=noon - 9))
+    turn(tiers, keys[: on_ssd + in_dram], noon - 8)
+    tiers.evictor.governors = [room_of(Governor(100 * nbytes, 1000 * nbytes, 0.0), room * nbytes, noon)]
+    turn(tiers, keys, noon)
+    assert b"".join(sorted(keys_of(evict_all(tiers, now=noon + 1)))) == expected
+
+
+def test_a_budget_has_room_for_chunks_with_all_groups_and_ranks_and_for_whole_ones_on_each_drive() -> None:
+    tiers = make_tiers(record_bytes=(4096, 8192), ranks=2, drives=2)
+    assert tiers.evictor._budget(0.0) is None, "no governors"
+    noon, chunk = DAY_S / 2, 2 * (4096 + 8192)
+    tiers.evictor.governors = [room_of(Governor(10**9, 10**10, 0.0), nbytes, noon) for nbytes in (3 * chunk - 1, chunk)]
+    budget = tiers.evictor._budget(noon)
+    assert budget is not None and budget.chunks == 2 + 1
+
+
+@pytest.mark.parametrize("policy", ["full_duplicate", "return"])
+def test_drives_share_the_demand_by_their_budgets(policy: str) -> None:
+    """Each of two equal drives that was asked for everything would think the demand twice too large for it."""
+    tiers = make_tiers(12, drives=2, admission=AdmissionConfig(policy=policy))
+    nbytes = tiers.shapes[0].record_bytes
+    governors = tiers.evictor.governors = [Governor(share * 100 * nbytes, 1000 * nbytes, 0.0) for share in (1, 3)]
+
+    def asked() -> list[float]:
+        return [sum(governor.state(0.0, 0.0).asked_bytes) / nbytes for governor in governors]
+
+    extents = tiers.chunks.extents
+    assert extents is not None
+    turn(tiers, [b"a", b"b", b"c", b"d"], 0.0)
+    end(tiers, *evict_all(tiers))
+    assert asked() == pytest.approx([1, 3])
+    extents.leave_out(0)
+    turn(tiers, [b"e", b"f"], 0.0)
+    end(tiers, *evict_all(tiers))
+    assert asked() == pytest.approx([1, 3 + 2]), "what is never written to is planned for by the others"
+
+
 def test_what_was_begun_is_finished_however_strict_the_budget_becomes() -> None:
     admission = Return(0.74, 64)
     visit, other, long = (admission.returns.visit(8, 0, 0, {}, 0.0) for _ in range(3))
@@ -188,10 +239,25 @@ def test_what_was_begun_is_finished_however_strict_the_budget_becomes() -> None:
     assert admitted(visit, [7], 0.9, 0.5, 8) == 1
     assert admitted(visit, [6, 5], 0.2, 1.0, 0) == 2
     assert admitted(visit, [4], 0.05, 0.0, 100) == 0, "surely useless"
+    assert admitted(visit, [3], 0.9, 0.5, 0) == 1, "no room asked for again"
+    assert admitted(visit, [2], 0.2, 1.0, 0) == 1, "nor forgotten"
+    assert admitted(visit, [7], 0.2, 1.0, 0) == 1, "the other group of what was begun"
+    assert admitted(visit, [9, 8], 0.2, 0.95, 100) == 0, "behind it"
     assert admitted(other, [7], 0.9, 1.0, 0) == 0
     assert admitted(long, [7, 6, 5, 4, 3], 0.9, 0.5, 5) == 2, "as much of its beginning as there is room for"
     follows = admission.returns.visit(10, 8, long, {}, 1.0, on_ssd=8)
     assert admitted(follows, [9, 8], 0.9, 0.5, 2) == 2, "what is on SSD needs no room"
+
+
+def test_score_survives_an_eviction_of_nothing_new() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(policy="score", threshold=0.01))
+    for now in (0.0, 1.0):
+        turn(tiers, [b"a", b"b"], now)
+    end(tiers, *evict_all(tiers, now=60.0))
+    score = tiers.evictor._admission
+    lifetime = score._lifetime_s
+    assert not len(score.evicted(tiers.chunks.index, np.empty(0, np.int32), 61.0, None))
+    assert score._lifetime_s == lifetime > 0
 
 
 def test_score_wants_reuse_that_outlives_dram() -> None:

@@ -59,6 +59,11 @@ def test_without_a_block_device_the_file_system_counts_once(tmp_path: Path) -> N
     assert device_bytes([str(tmp_path)], links) == [size]
 
 
+def test_a_file_system_without_a_size_still_has_one_byte(tmp_path: Path) -> None:
+    assert os.statvfs("/proc").f_blocks == 0
+    assert device_bytes(["/proc"], str(tmp_path / "no sysfs")) == [1]
+
+
 def test_two_file_systems_are_two_drives(tmp_path: Path) -> None:
     ours, theirs = device_bytes([str(tmp_path), "/dev/shm"], str(tmp_path / "no sysfs"))
     shared_memory = os.statvfs("/dev/shm")

@@ -1,4 +1,4 @@
-"""Steps of `Tiers` in short words, for its tests: one group, one slab, one drive, jobs that end when told to."""
+"""Steps of `Tiers` in short words, for its tests: a slab for each group, jobs that end when told to."""
 
 from __future__ import annotations
 
@@ -30,15 +30,18 @@ def make_tiers(
     ranks: int = 1,
     ssd: bool = True,
     ghosts_max: int = 100,
+    drives: int = 1,
+    record_bytes: Sequence[int] = (RECORD,),
 ) -> Tiers:
-    """One group, one slot per slab cell, one drive."""
+    """One slot per slab cell; by default one group and one drive."""
+    groups = len(record_bytes)
     return Tiers(
-        [GroupShape(0, 16, 1, RECORD)],
-        SlotAllocator(1, [slots]),
-        ExtentAllocator(1, segments_max, [records]) if ssd else None,
+        [GroupShape(group, 16, 1, nbytes) for group, nbytes in enumerate(record_bytes)],
+        SlotAllocator(groups, [slots] * groups),
+        ExtentAllocator(drives, segments_max, [records] * groups) if ssd else None,
         make_admission(admission or AdmissionConfig(policy="full_duplicate"), 16),
         ghosts_max=ghosts_max,
-        headroom=[headroom],
+        headroom=[headroom] * groups,
         persist_bytes_max=persist_records * RECORD,
         ranks=ranks,
     )
