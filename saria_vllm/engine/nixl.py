@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -23,13 +24,13 @@ from saria_vllm.errors import ConfigError
 
 VERSION_MIN = (1, 5, 0)
 
-PAUSE_S = (20e-6, 500e-6)
+PAUSE_S = (50e-6, 200e-6)
 """Between two polls of what is in flight: at first, and after some that found nothing."""
 
 PROBE_S = 10.0
 
-KEPT_MAX = 1024
-"""Transfers that NIXL refused to start, whose handles stay until `close`. More than that refuses work."""
+KEPT_MAX = 256
+"""Handles of failed transfers, kept in case that their failure was another's. The oldest are released for new ones."""
 
 _DEVICE_PROBE = (
     "import ctypes, sys; cuda, n = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(); "
@@ -49,7 +50,7 @@ _stuck: list[Any] = []
 class _Flight:
     transfer: Transfer
     handle: Any = None
-    refused: bool = False
+    failed: bool = False
     held: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
     """What was registered for it."""
 
@@ -150,15 +151,13 @@ class _Backend:
         self._agent.create_backend(plugin, params)
         self._held: dict[tuple[str, tuple[int, int, int]], list[Any]] = {}
         """By kind and range: the registration, and how many transfers use it."""
-        self._kept: list[_Flight] = []
+        self._kept: deque[Any] = deque(maxlen=KEPT_MAX)
         self._all_memory = plugin == "POSIX"
         if self._all_memory:
             self._hold(_Flight(Transfer(False, 0, 0, 0, 0, 0)), "DRAM", (0, _MEMORY_END, 0))
 
     def start(self, transfer: Transfer) -> _Flight:
         """Begin; what NIXL refuses is a flight that has failed."""
-        if len(self._kept) >= KEPT_MAX:
-            raise OSError(errno.EIO, "NIXL refuses transfers")
         _, fd, addr, nbytes, offset, _ = transfer
         flight = _Flight(transfer)
         try:
@@ -174,35 +173,33 @@ class _Backend:
             )
             self._agent.transfer(flight.handle)
         except Exception:  # NIXL's exceptions have no other base.
-            flight.refused = True
+            flight.failed = True
         return flight
 
     def state(self, flight: _Flight) -> str:
         """ "PROC" while in flight, "DONE" when all bytes were moved, else "ERR"."""
-        if flight.refused:
-            return "ERR"
-        try:
-            return str(self._agent.check_xfer_state(flight.handle))
-        except Exception:  # As above. It has ended: its one I/O has failed.
-            return "ERR"
+        if not flight.failed:
+            try:
+                return str(self._agent.check_xfer_state(flight.handle))
+            except Exception:  # As above.
+                flight.failed = True
+        return "ERR"
 
     def end(self, flight: _Flight) -> None:
-        """Release what has ended. What was refused may be in a queue of NIXL's all the same: that stays."""
-        if flight.refused and flight.handle is not None:
-            self._kept.append(flight)
-            return
-        if flight.handle is not None:
-            try:
+        """Let go of what has ended. What failed may be in a queue of NIXL's all the same: its handle stays a while."""
+        try:
+            if flight.failed:
+                self._kept.append(flight.handle)
+            else:
                 self._agent.release_xfer_handle(flight.handle)
-            except Exception:  # As above.
-                self._kept.append(flight)
-                return
-        for key in flight.held:
-            registration = self._held[key]
-            registration[1] -= 1
-            if not registration[1]:
-                del self._held[key]
-                self._agent.deregister_memory(registration[0], self._plugins)
+            for key in flight.held:
+                registration = self._held[key]
+                registration[1] -= 1
+                if not registration[1]:
+                    del self._held[key]
+                    self._agent.deregister_memory(registration[0], self._plugins)
+        except Exception:  # As above.
+            self._kept.append(flight.handle)
 
     def close(self) -> None:
         """End the agent, when nothing is in flight."""

@@ -39,6 +39,7 @@ class Handle:
     def release(self) -> None:
         assert not self._released
         self._released = True
+        self._double.released += 1
         if self.request.state == "PROC":
             self._double.released_in_flight += 1
 
@@ -62,6 +63,8 @@ class NixlDouble:
     wrong_bytes: bool = False
     refuses: bool = False
     """`transfer` raises."""
+    released: int = 0
+    """Handles."""
     released_in_flight: int = 0
     agents: list[AgentState] = field(default_factory=list)
     """All that were made."""
