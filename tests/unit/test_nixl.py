@@ -68,6 +68,16 @@ def real_api() -> Any:
         pytest.skip(str(error))
 
 
+def without_io_uring(api: Any) -> Any:
+    class Agent(api.nixl_agent):  # type: ignore[misc]
+        def create_backend(self, plugin: str, params: dict[str, str]) -> None:
+            if "use_uring" in params:
+                raise RuntimeError("forbidden")
+            super().create_backend(plugin, params)
+
+    return types.SimpleNamespace(nixl_agent=Agent, nixl_agent_config=api.nixl_agent_config)
+
+
 # 1. A handle is never released while in flight.
 
 
@@ -216,15 +226,34 @@ def test_libaio_stands_in_for_io_uring(double: NixlDouble) -> None:
     engine.close()
 
 
-def test_a_failed_transfer_says_why_and_harms_no_other(double: NixlDouble, memory: Memory, file: int) -> None:
-    engine = NixlEngine(4)
-    full = os.open("/dev/full", os.O_WRONLY)
-    engine.submit_read(file, memory.address, 128 * KIB, 0, tag=1)
-    engine.submit_write(full, memory.address, KIB, 0, tag=2)
-    engine.submit_read(file, memory.address + 128 * KIB, KIB, 0, tag=3)
-    assert finish(engine) == {1: 64 * KIB, 2: -errno.ENOSPC, 3: KIB}
-    os.close(full)
+@pytest.mark.parametrize("which", ["double", "NIXL over io_uring", "NIXL over libaio"])
+def test_failed_transfers_say_why_and_harm_no_other(
+    monkeypatch: pytest.MonkeyPatch, memory: Memory, file: int, which: str
+) -> None:
+    queue = "libaio" if which.endswith("libaio") else "io_uring"
+    api: Any = NixlDouble() if which == "double" else real_api()
+    if queue == "libaio":
+        api = without_io_uring(api)
+    monkeypatch.setattr(nixl, "load", lambda: (api, "1.5.0"))
+    monkeypatch.setattr(nixl, "has_device", lambda: False)
+    engine = NixlEngine(8)
+    assert engine.backend == f"POSIX over {queue}, NIXL 1.5.0"
+    full, closed = os.open("/dev/full", os.O_WRONLY), os.dup(file)
+    os.close(closed)
+    for _ in range(20):
+        memory.bytes[:] = bytes(256 * KIB)
+        engine.submit_read(file, memory.address, 128 * KIB, 0, tag=1)
+        engine.submit_write(full, memory.address, KIB, 0, tag=2)
+        engine.submit_read(file, memory.address + 128 * KIB, 4 * KIB, 256, tag=3)
+        engine.submit_read(closed, memory.address, KIB, 0, tag=4)
+        engine.submit_read(file, memory.address + 132 * KIB, KIB, 1 << 20, tag=5)
+        engine.submit_read(file, memory.address + 136 * KIB, KIB, 512, tag=6)
+        assert finish(engine) == {1: 64 * KIB, 2: -errno.ENOSPC, 3: 4 * KIB, 4: -errno.EBADF, 5: 0, 6: KIB}
+        assert memory.bytes[: 64 * KIB] == bytes(range(256)) * 256
+        assert memory.bytes[128 * KIB : 132 * KIB] == bytes(range(256)) * 16
+        assert memory.bytes[136 * KIB : 137 * KIB] == bytes(range(256)) * 4
     engine.close()
+    os.close(full)
 
 
 # 4. No GPU backend without a GPU.
