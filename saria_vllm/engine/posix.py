@@ -12,7 +12,9 @@ from typing import NamedTuple
 from saria_vllm.engine.ssd_engine import check_transfer
 
 
-class _Transfer(NamedTuple):
+class Transfer(NamedTuple):
+    """The arguments of a `submit`."""
+
     write: bool
     fd: int
     addr: int
@@ -34,7 +36,7 @@ class PosixEngine:
         self._lock = threading.Lock()
         self._queued = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
-        self._queue: deque[_Transfer] = deque()
+        self._queue: deque[Transfer] = deque()
         self._results: list[tuple[int, int]] = []
         self._closing = False
         self._threads = [
@@ -45,11 +47,11 @@ class PosixEngine:
 
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """See `SsdEngine`."""
-        self._submit(_Transfer(False, fd, addr, nbytes, offset, tag))
+        self._submit(Transfer(False, fd, addr, nbytes, offset, tag))
 
     def submit_write(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """See `SsdEngine`."""
-        self._submit(_Transfer(True, fd, addr, nbytes, offset, tag))
+        self._submit(Transfer(True, fd, addr, nbytes, offset, tag))
 
     def reap(self, timeout_s: float) -> list[tuple[int, int]]:
         """See `SsdEngine`."""
@@ -73,7 +75,7 @@ class PosixEngine:
         self._results.clear()
         self.in_flight = 0
 
-    def _submit(self, transfer: _Transfer) -> None:
+    def _submit(self, transfer: Transfer) -> None:
         check_transfer(transfer.fd, transfer.nbytes, transfer.offset)
         with self._lock:
             self._check_open()
@@ -95,14 +97,14 @@ class PosixEngine:
                 if not self._queue:
                     return
                 transfer = self._queue.popleft()
-            result = _move(transfer)
+            result = move(transfer)
             with self._lock:
                 self._results.append((transfer.tag, result))
                 self._ended.notify()
 
 
-def _move(transfer: _Transfer) -> int:
-    """Bytes moved, or -errno."""
+def move(transfer: Transfer) -> int:
+    """Do it here and now: bytes moved, or -errno."""
     memory = memoryview((ctypes.c_char * transfer.nbytes).from_address(transfer.addr))
     call = os.pwritev if transfer.write else os.preadv
     done = 0

@@ -55,16 +55,22 @@ class SsdEngine(Protocol):
 
 
 def open_engine(name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
-    """An engine, and one line that says which and why. "auto" takes io_uring where a probe read through it works.
+    """An engine, and one line that says which and why. "auto" takes io_uring where a probe read through it works, else
+    posix, and never nixl.
 
     Raises:
-        ConfigError: io_uring was asked for by name and does not work here.
+        ConfigError: io_uring or nixl was asked for by name and does not work here.
     """
     from saria_vllm.engine.io_uring import UringEngine
     from saria_vllm.engine.posix import PosixEngine
 
     if name == "posix":
         return PosixEngine(depth), "ssd engine posix: configured"
+    if name == "nixl":
+        from saria_vllm.engine.nixl import NixlEngine
+
+        nixl = NixlEngine(depth)
+        return nixl, f"ssd engine nixl: configured ({nixl.backend})"
     try:
         engine = UringEngine(depth)
     except OSError as error:

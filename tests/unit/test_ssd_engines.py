@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from nixl_double import NixlDouble
 from saria_vllm.config import SsdEngineName
-from saria_vllm.engine import io_uring
+from saria_vllm.engine import io_uring, nixl
 from saria_vllm.engine.io_uring import UringEngine
+from saria_vllm.engine.nixl import NixlEngine
 from saria_vllm.engine.posix import PosixEngine
 from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
 from saria_vllm.errors import ConfigError
@@ -32,11 +34,26 @@ class Memory:
         self.address = addressof(c_char.from_buffer(self.bytes))
 
 
-@pytest.fixture(params=[UringEngine, PosixEngine])
-def engine(request: pytest.FixtureRequest) -> Iterator[SsdEngine]:
-    opened: SsdEngine = request.param(DEPTH)
+@pytest.fixture(params=[UringEngine, PosixEngine, "nixl double", "nixl"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SsdEngine]:
+    kind = request.param
+    if isinstance(kind, str):
+        prepare_nixl(monkeypatch, kind == "nixl double")
+        kind = NixlEngine
+    opened: SsdEngine = kind(DEPTH)
     yield opened
     opened.close()
+
+
+def prepare_nixl(monkeypatch: pytest.MonkeyPatch, double: bool) -> None:
+    """Put the double in NIXL's place, or skip when NIXL is needed and missing."""
+    if double:
+        monkeypatch.setattr(nixl, "load", lambda: (NixlDouble(), "1.5.0"))
+        return
+    try:
+        nixl.load()
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
@@ -255,25 +272,36 @@ def test_nonsense_is_refused(engine: SsdEngine, memory: Memory, fd: int, nbytes:
     assert engine.in_flight == 0
 
 
-def test_engines_leave_no_thread_and_no_descriptor(tmp_path: Path, memory: Memory) -> None:
+@pytest.mark.parametrize("double", [True, False], ids=["nixl double", "nixl"])
+def test_engines_leave_no_thread_and_no_descriptor(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, double: bool
+) -> None:
+    prepare_nixl(monkeypatch, double)
+
     def count() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     before = count()
-    for kind in (UringEngine, PosixEngine):
-        engine = kind(DEPTH)
+    for kind in (UringEngine, PosixEngine, NixlEngine):
+        engine: SsdEngine = kind(DEPTH)
         fd = os.open("/dev/zero", os.O_RDONLY)
         engine.submit_read(fd, memory.address, KIB, 0, tag=1)
         engine.close()
         os.close(fd)
-    names: tuple[SsdEngineName, ...] = ("auto", "posix", "io_uring")
+    names: tuple[SsdEngineName, ...] = ("auto", "posix", "io_uring", "nixl")
     for name in names:
         open_engine(name, DEPTH)[0].close()
     assert count() == before
 
 
-def test_open_engine_says_what_it_chose() -> None:
-    expected: dict[SsdEngineName, type] = {"posix": PosixEngine, "io_uring": UringEngine, "auto": UringEngine}
+def test_open_engine_says_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_nixl(monkeypatch, double=True)
+    expected: dict[SsdEngineName, type] = {
+        "posix": PosixEngine,
+        "io_uring": UringEngine,
+        "auto": UringEngine,
+        "nixl": NixlEngine,
+    }
     for name, kind in expected.items():
         engine, why = open_engine(name, 3)
         assert isinstance(engine, kind)

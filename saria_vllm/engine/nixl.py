@@ -1,0 +1,308 @@
+"""The NIXL SSD engine. NIXL is imported when it is opened; decision 21 says what its parts are there for."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import itertools
+import mmap
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from saria_vllm.engine.posix import Transfer, move
+from saria_vllm.engine.ssd_engine import check_transfer
+from saria_vllm.errors import ConfigError
+
+VERSION_MIN = (1, 5, 0)
+
+PAUSE_S = (50e-6, 200e-6)
+"""Between two polls of what is in flight: at first, and after some that found nothing."""
+
+PROBE_S = 10.0
+
+KEPT_MAX = 256
+"""Handles of failed transfers, kept in case that their failure was another's. The oldest are released for new ones."""
+
+_DEVICE_PROBE = (
+    "import ctypes, sys; cuda, n = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(); "
+    "sys.exit(bool(cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(n)) or n.value < 1))"
+)
+
+_FILE_END = 2**62
+_MEMORY_END = 2**62
+_TEST_BYTES = 4096
+
+_numbers = itertools.count()
+_stuck: list[Any] = []
+"""What must not be released, since a transfer of a test has not ended."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    transfer: Transfer
+    handle: Any = None
+    failed: bool = False
+    held: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
+    """What was registered for it."""
+
+
+class NixlEngine:
+    """An `SsdEngine` over a NIXL agent: GDS_MT or GDS where a GPU answers (never tried on one), else POSIX.
+
+    NIXL says that a transfer was whole or that it failed, and neither how much was moved nor why. What failed is done
+    again by plain system calls inside `reap`, which say both; `open` made sure that NIXL calls a short read failed.
+    A handle is released when its transfer has ended and never before: NIXL would free what the kernel still uses.
+
+    Raises:
+        ConfigError: NIXL is not installed or too old, or none of its backends works here.
+    """
+
+    name = "nixl"
+
+    def __init__(self, depth: int) -> None:
+        if depth < 1:
+            raise ValueError(f"depth {depth} must be above zero")
+        self.depth = depth
+        self._flights: list[_Flight] = []
+        self._backend: _Backend | None
+        self._backend, self.backend = _open_backend(depth)
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers submitted and not yet returned by `reap`."""
+        return len(self._flights)
+
+    def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
+        """See `SsdEngine`."""
+        self._submit(Transfer(False, fd, addr, nbytes, offset, tag))
+
+    def submit_write(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
+        """See `SsdEngine`."""
+        self._submit(Transfer(True, fd, addr, nbytes, offset, tag))
+
+    def reap(self, timeout_s: float) -> list[tuple[int, int]]:
+        """See `SsdEngine`."""
+        if timeout_s < 0:
+            raise ValueError(f"timeout_s {timeout_s} is negative")
+        backend = self._open()
+        deadline = time.monotonic() + timeout_s
+        pause, pause_max = PAUSE_S
+        while True:
+            ended = self._take_ended(backend)
+            left = deadline - time.monotonic()
+            if ended or not self._flights or left <= 0:
+                return [(flight.tag, flight.nbytes if whole else move(flight)) for flight, whole in ended]
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, pause_max)
+
+    def close(self) -> None:
+        """See `SsdEngine`."""
+        if self._backend is None:
+            return
+        while self._flights:
+            if not self._take_ended(self._backend):
+                time.sleep(PAUSE_S[1])
+        self._backend.close()
+        self._backend = None
+
+    def _open(self) -> _Backend:
+        if self._backend is None:
+            raise OSError(errno.EBADF, "the engine is closed")
+        return self._backend
+
+    def _submit(self, transfer: Transfer) -> None:
+        check_transfer(transfer.fd, transfer.nbytes, transfer.offset)
+        backend = self._open()
+        if len(self._flights) == self.depth:
+            raise RuntimeError("more than depth transfers in flight")
+        self._flights.append(backend.start(transfer))
+
+    def _take_ended(self, backend: _Backend) -> list[tuple[Transfer, bool]]:
+        """What has ended, and whether it was whole. Its handles are released."""
+        ended, going = [], []
+        for flight in self._flights:
+            state = backend.state(flight)
+            if state == "PROC":
+                going.append(flight)
+            else:
+                backend.end(flight)
+                ended.append((flight.transfer, state == "DONE"))
+        self._flights = going
+        return ended
+
+
+class _Backend:
+    """An agent with one backend, and what is registered with it: only what is in flight, since a descriptor's number
+    and a memory range may mean something else afterwards. POSIX registers nothing with anybody, and NIXL cannot look up
+    ranges that overlap: all memory is registered with it once."""
+
+    def __init__(self, api: Any, plugin: str, params: dict[str, str]) -> None:
+        self._name, self._plugins = f"saria-{os.getpid()}-{next(_numbers)}", [plugin]
+        self._agent = api.nixl_agent(self._name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        self._agent.create_backend(plugin, params)
+        self._held: dict[tuple[str, tuple[int, int, int]], list[Any]] = {}
+        """By kind and range: the registration, and how many transfers use it."""
+        self._kept: deque[Any] = deque(maxlen=KEPT_MAX)
+        self._all_memory = plugin == "POSIX"
+        if self._all_memory:
+            self._hold(_Flight(Transfer(False, 0, 0, 0, 0, 0)), "DRAM", (0, _MEMORY_END, 0))
+
+    def start(self, transfer: Transfer) -> _Flight:
+        """Begin; what NIXL refuses is a flight that has failed."""
+        _, fd, addr, nbytes, offset, _ = transfer
+        flight = _Flight(transfer)
+        try:
+            self._hold(flight, "FILE", (0, _FILE_END, fd))
+            if not self._all_memory:
+                self._hold(flight, "DRAM", (addr, nbytes, 0))
+            flight.handle = self._agent.initialize_xfer(
+                "WRITE" if transfer.write else "READ",
+                self._agent.get_xfer_descs([(addr, nbytes, 0)], "DRAM"),
+                self._agent.get_xfer_descs([(offset, nbytes, fd)], "FILE"),
+                self._name,
+                backends=self._plugins,
+            )
+            self._agent.transfer(flight.handle)
+        except Exception:  # NIXL's exceptions have no other base.
+            flight.failed = True
+        return flight
+
+    def state(self, flight: _Flight) -> str:
+        """ "PROC" while in flight, "DONE" when all bytes were moved, else "ERR"."""
+        if not flight.failed:
+            try:
+                return str(self._agent.check_xfer_state(flight.handle))
+            except Exception:  # As above.
+                flight.failed = True
+        return "ERR"
+
+    def end(self, flight: _Flight) -> None:
+        """Let go of what has ended. What failed may be in a queue of NIXL's all the same: its handle stays a while."""
+        try:
+            if flight.failed:
+                self._kept.append(flight.handle)
+            else:
+                self._agent.release_xfer_handle(flight.handle)
+            for key in flight.held:
+                registration = self._held[key]
+                registration[1] -= 1
+                if not registration[1]:
+                    del self._held[key]
+                    self._agent.deregister_memory(registration[0], self._plugins)
+        except Exception:  # As above.
+            self._kept.append(flight.handle)
+
+    def close(self) -> None:
+        """End the agent, when nothing is in flight."""
+        self._held.clear()
+        del self._agent
+        self._kept.clear()
+
+    def _hold(self, flight: _Flight, kind: str, where: tuple[int, int, int]) -> None:
+        registration = self._held.get((kind, where))
+        if registration is None:
+            start, nbytes, device = where
+            new = self._agent.register_memory([(start, nbytes, device, "")], kind, self._plugins)
+            registration = self._held[kind, where] = [new, 0]
+        registration[1] += 1
+        flight.held.append((kind, where))
+
+
+def load() -> tuple[Any, str]:
+    """NIXL's Python API and its version.
+
+    Raises:
+        ConfigError: it is not installed or too old.
+    """
+    try:
+        from nixl import _api
+    except ImportError as error:
+        raise _refusal(f"NIXL cannot be imported ({error}): pip install 'saria-vllm[nixl]'") from error
+    try:
+        version = metadata.version(_api.__name__.partition(".")[0])
+    except metadata.PackageNotFoundError:
+        version = "of unknown version"
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < VERSION_MIN:
+        needed = ".".join(map(str, VERSION_MIN))
+        raise _refusal(f"NIXL {version} is installed, {needed} or newer is needed: pip install 'saria-vllm[nixl]'")
+    return _api, version
+
+
+@functools.cache
+def has_device() -> bool:
+    """Whether a GPU answers. Asked in another process, since NIXL's GDS spins for ever where libcuda is missing, and a
+    broken driver may not answer."""
+    command = [sys.executable, "-I", "-S", "-c", _DEVICE_PROBE]
+    try:
+        ended = subprocess.run(command, timeout=PROBE_S, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return ended.returncode == 0
+
+
+def _open_backend(depth: int) -> tuple[_Backend, str]:
+    """The first backend that passes its test, and its name."""
+    api, version = load()
+    queues = {"ios_pool_size": str(max(depth, 64)), "kernel_queue_size": str(max(depth, 16))}
+    choices: list[tuple[str, str, dict[str, str]]] = [
+        ("POSIX over io_uring", "POSIX", {"use_uring": "true", **queues}),
+        ("POSIX over libaio", "POSIX", {"use_aio": "true", **queues}),
+    ]
+    if has_device():
+        choices = [("GDS_MT", "GDS_MT", {}), ("GDS", "GDS", {}), *choices]
+    problems = []
+    for name, plugin, params in choices:
+        try:
+            backend = _Backend(api, plugin, params)
+        except Exception as error:  # NIXL's exceptions have no other base.
+            problems.append(f"{name}: {error}")
+            continue
+        problem = _test(backend)
+        if not problem:
+            return backend, f"{name}, NIXL {version}"
+        backend.close()
+        problems.append(f"{name}: {problem}")
+    raise _refusal(f"NIXL {version} does not work here ({'; '.join(problems)})")
+
+
+def _test(backend: _Backend) -> str:
+    """Read a short file: empty when all is as it should be, or what went wrong."""
+    data = os.urandom(2 * _TEST_BYTES - 1)
+    memory = mmap.mmap(-1, 2 * _TEST_BYTES)
+    addr = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+
+        def transfer(write: bool, nbytes: int, offset: int) -> bool:
+            flight = backend.start(Transfer(write, file.fileno(), addr, nbytes, offset, 0))
+            deadline = time.monotonic() + PROBE_S
+            while (state := backend.state(flight)) == "PROC":
+                time.sleep(PAUSE_S[0])
+                if time.monotonic() > deadline:
+                    _stuck.append((backend, flight, memory))
+                    raise _refusal("a transfer of its test does not end")
+            backend.end(flight)
+            return state == "DONE"
+
+        if not transfer(False, _TEST_BYTES, 0) or memory[:_TEST_BYTES] != data[:_TEST_BYTES]:
+            return "a read failed"
+        if transfer(False, 2 * _TEST_BYTES, 0) or transfer(False, _TEST_BYTES, 1 << 20):
+            return "it says that a read past the end of a file was whole"
+        memory[:_TEST_BYTES] = data[-_TEST_BYTES:]
+        if not transfer(True, _TEST_BYTES, 0) or os.pread(file.fileno(), _TEST_BYTES, 0) != data[-_TEST_BYTES:]:
+            return "a transfer after a failed one failed"
+    return ""
+
+
+def _refusal(problem: str) -> ConfigError:
+    return ConfigError(f'ssd_engine: "nixl": {problem}; accepted here: "auto", "posix"')
