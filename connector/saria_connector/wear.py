@@ -63,17 +63,22 @@ class DriveWear:
         due = now >= self._save_at or unsaved >= SAVE_SHARE * self.governor.budget_bytes_day
         if unsaved and due and (self._writer is None or not self._writer.is_alive()):
             self._save_at = now + SAVE_S
-            self._saved_bytes = self.governor.written_bytes
-            self._writer = threading.Thread(target=self._write, args=(self._encoded(now),), daemon=True)
-            try:
-                self._writer.start()
-            except RuntimeError:  # Too many threads here.
-                self._writer = None
+            self.save(now)
 
-    def _encoded(self, now: float) -> bytes:
-        return msgspec.json.encode(self.governor.state(now, time.time()))
+    def save(self, now: float) -> None:
+        """Write the state, after what is being written."""
+        self._saved_bytes = self.governor.written_bytes
+        state = msgspec.json.encode(self.governor.state(now, time.time()))
+        writer = threading.Thread(target=self._write, args=(self._writer, state), daemon=True)
+        try:
+            writer.start()
+        except RuntimeError:  # Too many threads here.
+            return
+        self._writer = writer
 
-    def _write(self, state: bytes) -> None:
+    def _write(self, before: threading.Thread | None, state: bytes) -> None:
+        if before is not None:
+            before.join()
         try:
             write_state(self._path, self._index, state)
         except StorageError as error:
@@ -81,14 +86,12 @@ class DriveWear:
                 logger.warning("SARIA: what was written to SSD will be forgotten at the next start: %s", error)
             self._problem = str(error)
 
-    def close(self, now: float, until: float) -> None:
-        """Write the state for the next process; a write under way is awaited until this monotonic time."""
+    def wait(self, until: float) -> None:
+        """For what is being written, until this monotonic time."""
         if self._writer is not None:
             self._writer.join(max(0.0, until - time.monotonic()))
             if self._writer.is_alive():
                 logger.warning("SARIA: a drive hangs; the last minute of what was written will be forgotten")
-                return
-        self._write(self._encoded(now))
 
 
 class Wear:
@@ -164,4 +167,6 @@ class Wear:
         self._report(now)
         until = time.monotonic() + CLOSE_S
         for drive in self.drives:
-            drive.close(now, until)
+            drive.save(now)
+        for drive in self.drives:
+            drive.wait(until)

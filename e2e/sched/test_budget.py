@@ -118,6 +118,33 @@ def kept(tmp_path: Path) -> EnduranceState | None:
     return None if data is None else msgspec.json.decode(data, type=EnduranceState)
 
 
+def test_at_the_end_a_drive_that_hangs_holds_up_neither_the_others_nor_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, write = threading.Event(), wear_module.write_state
+
+    def first_hangs(path: str, index: int, state: bytes) -> None:
+        if path.endswith("a"):
+            go_on.wait(60)
+        write(path, index, state)
+
+    monkeypatch.setattr(wear_module, "write_state", first_hangs)
+    monkeypatch.setattr(wear_module, "CLOSE_S", 0.5)
+    paths = [f"{tmp_path}/a", f"{tmp_path}/b"]
+    for path in paths:
+        Path(path).mkdir()
+    wear = Wear(EnduranceConfig(), paths, 0, 0, 1, 5.0)
+    for number, governor in enumerate(wear.governors):
+        governor.spend(1000 + number, 5.0)
+    began = time.monotonic()
+    wear.close(6.0)
+    assert 0.4 < time.monotonic() - began < 5
+    data = read_state(paths[1], 0)
+    assert data is not None and msgspec.json.decode(data, type=EnduranceState).written_bytes == 1001
+    assert read_state(paths[0], 0) is None
+    go_on.set()
+
+
 @pytest.mark.parametrize("share", [wear_module.SAVE_SHARE, 1.0])
 def test_a_crash_forgets_half_a_minute_or_a_small_share(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
