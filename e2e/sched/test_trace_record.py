@@ -222,7 +222,7 @@ def test_a_recording_is_bounded_over_restarts(tmp_path: Path, monkeypatch: pytes
     for _ in range(5):
         recording = Recording(str(tmp_path / "t"), 16)
         for number in range(60):
-            recording.add(time.time(), [b"%d" % number] * 6, 100, 5)
+            recording.add(time.time(), [b"%d.%d" % (number, chunk) for chunk in range(6)], 100, 5)
         recording.close()
     assert 5_000 < (tmp_path / "t").stat().st_size <= 10_000
     assert os.listdir(tmp_path) == ["t"]
