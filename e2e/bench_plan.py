@@ -33,6 +33,8 @@ BLOCKS = 4
 """Blocks of a chunk."""
 SHAPE = GroupShape(0, 16, BLOCKS, 1 << 18)
 PREFIX_CHUNKS = 8192
+TURN_CHUNKS = 32
+"""Sessions come in turns, one after the other: a prefix does not lie in a row."""
 HITS = (512, PREFIX_CHUNKS)
 BATCH = 64
 SLAB_SLOTS = 32
@@ -89,12 +91,15 @@ def planning(chunks: int, rounds: int) -> None:
     chunks = prefixes * PREFIX_CHUNKS
     tiers = make_tiers(chunks + BATCH, BATCH)
     before, key_bytes = resident_bytes(), 0
-    for number in range(prefixes):
-        prefix = Prefix(keys(number, 0, PREFIX_CHUNKS))
-        key_bytes += sum(map(sys.getsizeof, prefix.keys))
-        store(tiers, prefix, 0, PREFIX_CHUNKS)
+    sessions = [Prefix() for _ in range(prefixes)]
+    for first in range(0, PREFIX_CHUNKS, TURN_CHUNKS):
+        for number, prefix in enumerate(sessions):
+            end = first + TURN_CHUNKS
+            prefix.keys += keys(number, first, end)
+            key_bytes += sum(map(sys.getsizeof, prefix.keys[first:]))
+            store(tiers, prefix, first, end)
     assert not tiers.make_room(now())
-    del prefix
+    del sessions, prefix
     held = resident_bytes() - before
     ctypes.CDLL(None).malloc_trim(0)
     size = resident_bytes() - before

@@ -374,7 +374,7 @@ class Engine:
         for job_id, group, slot in wanted:
             for key, row in index.rows[group].items():
                 job = self.side.tiers.jobs.live[job_id]
-                if not job.stale and Slot(index.slab[row], index.cell[row]) == slot:
+                if not job.stale and Slot(*index.slot[row]) == slot:
                     self._slots[job_id, group, slot] = key
 
     def key_in_slot(self, job_id: int, group: int, slot: Slot) -> bytes | None:

@@ -14,7 +14,7 @@ import numpy as np
 from saria_vllm.metrics import Counts
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.ghosts import Ghosts
-from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Prefix, Rows
+from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Prefix, Rows, pick
 from saria_vllm.policy.jobs import Jobs
 from saria_vllm.policy.recency import Recency
 from saria_vllm.policy.slots import SlotAllocator
@@ -34,12 +34,12 @@ class Chunks:
 
     def touch(self, group: int, rows: Rows, depths: Column, now: float) -> None:
         """Rows of one prefix, parents first, become the most recent."""
-        index = self.index
+        index, picked = self.index, pick(rows)
         self._epoch += 1
-        index.epoch[rows] = self._epoch
-        index.depth[rows] = depths
-        index.touched[rows] = now
-        self.recency[group].put(rows[index.dram[rows] != NONE][::-1])
+        index.epoch[picked] = self._epoch
+        index.depth[picked] = depths
+        index.touched[picked] = now
+        self.recency[group].begin(self._epoch, rows[index.dram[picked] != NONE][::-1])
 
     def fill(self, group: int, prefix: Prefix, positions: Column, slots: Ints, now: float) -> Rows:
         """Chunks that no tier holds are being stored in these slots. Returns their rows.
@@ -58,7 +58,7 @@ class Chunks:
         index.entered[rows[unknown]] = now
         self.ghosts.back(rows)
         index.dram[rows] = BUSY
-        index.slab[rows], index.cell[rows] = slots[:, 0], slots[:, 1]
+        index.slot[rows] = slots
         index.depth[rows] = positions
         index.touched[rows] = now
         index.visit[rows] = prefix.visit
@@ -74,8 +74,10 @@ class Chunks:
 
     def settle(self, rows: Rows) -> None:
         """After a change: free what was found unreadable, make ghosts of what no tier holds any more."""
-        index = self.index
-        rows = rows[index.leases[rows] == 0]
+        index, picked = self.index, pick(rows)
+        if (index.dram[picked] == VALID).all():
+            return
+        rows = rows[index.leases[picked] == 0]
         bad = rows[(index.dram[rows] == BAD) & (index.ssd[rows] != BUSY)]
         if bad.size:
             self.drop_dram(bad)
@@ -85,7 +87,7 @@ class Chunks:
 
     def drop_dram(self, rows: Rows) -> None:
         index = self.index
-        slots = np.stack((index.slab[rows], index.cell[rows]), 1).astype(np.int32)
+        slots = index.slot[rows]
         if len(self.recency) == 1:
             self.slots.give_back(0, slots)
         else:
@@ -93,20 +95,20 @@ class Chunks:
             for group in np.unique(groups).tolist():
                 self.slots.give_back(group, slots[groups == group])
         index.dram[rows] = NONE
-        index.slab[rows] = index.cell[rows] = -1
+        index.slot[rows] = -1
         index.promoted[rows] = 0
 
     def clear_ssd(self, rows: Rows) -> None:
         """Their records are gone or were never written."""
         index = self.index
         index.ssd[rows] = NONE
-        index.drive[rows] = index.segment[rows] = index.record[rows] = -1
+        index.extent[rows] = -1
 
     def drop_bad_record(self, row: int, extent: Ints) -> None:
         """Never offer a bad record again; the row may have been given a better copy meanwhile."""
         index = self.index
         bad = Extent(*extent.tolist())
-        here = Extent(int(index.drive[row]), int(index.segment[row]), int(index.record[row]))
+        here = Extent(*index.extent[row].tolist())
         if index.ssd[row] == VALID and bad == here:
             assert self.extents is not None
             self.extents.forget(bad)
@@ -132,7 +134,7 @@ class Chunks:
             wanted = (index.ssd[rows] == NONE).nonzero()[0]
             fits = wanted[self.extents.adopt(places[wanted], group, rows[wanted])]
             index.ssd[rows[fits]] = VALID
-            index.drive[rows[fits]], index.segment[rows[fits]], index.record[rows[fits]] = places[fits].T
+            index.extent[rows[fits]] = places[fits]
             self.ghosts.back(rows[fits])
             index.remove(added[index.ssd[added] == NONE])
             taken += len(fits)
@@ -144,7 +146,7 @@ class Chunks:
         for group, rows in enumerate(index.rows):
             live = np.array(list(rows.values()), np.int32)
             live = live[index.dram[live] != NONE]
-            slots = np.stack((index.slab[live], index.cell[live]), 1).astype(np.int32)
+            slots = index.slot[live]
             free = [(group, slab, cell) not in jobs.orphans for slab, cell in slots.tolist()]
             self.slots.give_back(group, slots[np.array(free, np.bool_)])
         index.clear()

@@ -44,14 +44,17 @@ class Evictor:
         """Rows admitted before eviction, waiting for `make_room`."""
 
     def consider(self, rows: Rows) -> None:
-        """Chunks entered DRAM or were reused there: admission may want them on SSD before they are evicted."""
-        reasons = self._admission.kept(self._chunks.index, rows)
+        """Chunks entered DRAM or were reused: admission may want those in DRAM on SSD before they are evicted."""
+        index = self._chunks.index
+        reasons = self._admission.kept(index, rows)
         if reasons is not None:
-            wanted = rows[ADMITS[reasons] & (self._chunks.index.ssd[rows] == NONE)]
+            wanted = rows[ADMITS[reasons] & (index.dram[rows] == VALID) & (index.ssd[rows] == NONE)]
             self._wanted.update(dict.fromkeys(wanted.tolist()))
 
     def rescue(self, group: int, rows: Rows) -> None:
         """These chunks are needed in DRAM: the writes in flight do not free their slots."""
+        if not self._evicting[group]:
+            return
         index = self._chunks.index
         leaving = rows[index.evicting[rows] == 1]
         index.evicting[leaving] = 0
@@ -219,7 +222,7 @@ class Evictor:
         for drive, governor in enumerate(self.governors):
             governor.spend(written_bytes * int((extents[:, 0] == drive).sum()), now)
         index.ssd[rows] = BUSY
-        index.drive[rows], index.segment[rows], index.record[rows] = extents.T
+        index.extent[rows] = extents
         return [
             self._persist_job(group, rows[some], extents[some])
             for drive in range(chunks.extents.drives)
@@ -236,7 +239,7 @@ class Evictor:
     def _persist_job(self, group: int, rows: Rows, extents: Ints) -> PersistJob:
         index = self._chunks.index
         job_id, job = self._jobs.begin("persist")
-        slots = np.stack((index.slab[rows], index.cell[rows]), 1).astype(np.int32)
+        slots = index.slot[rows]
         job.add(rows, slots, extents)
         self._under_way(job, self._shapes[group].record_bytes)
         numbers = rows.tolist()

@@ -35,6 +35,12 @@ class Recency:
             for epoch in np.unique(epochs).tolist():
                 self._put(epoch, rows[epochs == epoch])
 
+    def begin(self, epoch: int, rows: Rows) -> None:
+        """Enter rows of a new epoch, each once, the deepest first."""
+        if rows.size:
+            self._epochs[epoch] = [rows]
+            self._entered(rows)
+
     def _put(self, epoch: int, rows: Rows) -> None:
         present = self._epochs.get(epoch)
         if present is not None:
@@ -44,6 +50,9 @@ class Recency:
             self._epochs[epoch] = [self._sorted(rows)]
             if epoch < last:
                 self._epochs = dict(sorted(self._epochs.items()))
+        self._entered(rows)
+
+    def _entered(self, rows: Rows) -> None:
         self._entries += len(rows)
         if self._entries > self._entries_max:
             self._compact()

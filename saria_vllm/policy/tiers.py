@@ -19,7 +19,7 @@ from saria_vllm.policy.chunks import Chunks
 from saria_vllm.policy.eviction import Evictor
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.hints import NO_HINTS, Hints
-from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Prefix
+from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Prefix, Rows, pick
 from saria_vllm.policy.jobs import Job, Jobs
 from saria_vllm.policy.promotion import Promotion, chunks_to_promote
 from saria_vllm.policy.slots import SlotAllocator
@@ -88,10 +88,11 @@ class Tiers:
         while first < end:
             stop = min(end, first + look)
             for rows in index.locate(prefix, first, stop):
-                on_ssd = index.ssd[rows] == VALID
+                picked = pick(rows)
+                on_ssd = index.ssd[picked] == VALID
                 if paused is not None:
-                    on_ssd &= ~paused[index.drive[rows]]
-                missing = ((rows < 0) | ((index.dram[rows] != VALID) & ~on_ssd)).nonzero()[0]
+                    on_ssd &= ~paused[index.extent[picked, 0]]
+                missing = ((rows < 0) | ((index.dram[picked] != VALID) & ~on_ssd)).nonzero()[0]
                 if missing.size:
                     end = stop = min(stop, first + int(missing[0]))
             first, look = stop, look * 4
@@ -108,7 +109,7 @@ class Tiers:
         index = self.chunks.index
         in_dram = np.ones(end - first, np.bool_)
         for rows in index.locate(prefix, first, end):
-            in_dram &= index.dram[rows] == VALID
+            in_dram &= index.dram[pick(rows)] == VALID
         dram = int(in_dram.sum())
         return dram * self._tokens, (end - first - dram) * self._tokens
 
@@ -120,9 +121,7 @@ class Tiers:
         index, end = self.chunks.index, len(prefix.keys)
         located = index.locate(prefix, 0, end)
         prefix.visit = self._admission.arrived(index, located[0], now, hints)
-        for rows in located:
-            index.visit[rows[rows >= 0]] = prefix.visit
-        self.touch(prefix, end, reused, now)
+        self._touch(located, reused, now, prefix.visit)
 
     # Loads.
 
@@ -132,19 +131,21 @@ class Tiers:
         job_id, job = self.jobs.begin("load")
         keys, parts = tuple(prefix.keys[first:end]), []
         for group, rows in enumerate(index.locate(prefix, first, end)):
-            rows = rows.copy()
-            in_dram = (index.dram[rows] == VALID)[:, None]
-            slots = np.where(in_dram, np.stack((index.slab[rows], index.cell[rows]), 1), -1)
-            places = np.stack((index.drive[rows], index.segment[rows], index.record[rows]), 1)
-            extents = np.where(in_dram, -1, places).astype(np.int32)
-            assert ((slots[:, 0] >= 0) | (index.ssd[rows] == VALID)).all()
-            if self.chunks.extents is not None:
-                self.chunks.extents.hold(extents[extents[:, 0] >= 0])
+            rows, picked = rows.copy(), pick(rows)
+            from_ssd = (index.dram[picked] != VALID).nonzero()[0]
+            slots, extents = index.slot[picked].copy(), np.full((len(rows), 3), -1, np.int32)
+            slots[from_ssd] = -1
+            if from_ssd.size:
+                assert self.chunks.extents is not None and (index.ssd[rows[from_ssd]] == VALID).all()
+                extents[from_ssd] = index.extent[rows[from_ssd]]
+                self.chunks.extents.hold(extents[from_ssd])
             self.evictor.rescue(group, rows)
-            index.leases[rows] += 1
+            index.leases[picked] += 1
             job.add(rows, slots, extents)
             parts.append(LoadPart(group, keys, blocks[group], slots, extents))
-        job.tokens = (blocks[0] != NULL_BLOCK).sum(axis=1) * self.shapes[0].block_tokens
+        job.tokens = np.full(end - first, self._tokens, np.int64)
+        if blocks[0].min() == NULL_BLOCK:
+            job.tokens = (blocks[0] != NULL_BLOCK).sum(axis=1) * self.shapes[0].block_tokens
         return LoadJob(job_id, request_id, tuple(parts))
 
     def _end_load(self, job: Job, now: float) -> None:
@@ -155,7 +156,7 @@ class Tiers:
         if job.stale:
             self.jobs.give_back(job, chunks.slots)
         else:
-            index.leases[job.rows] -= 1
+            index.leases[pick(job.rows)] -= 1
             failed = np.array(sorted(job.failed), np.int64)
             from_ssd = job.extents[failed, 0] >= 0
             bad = job.rows[failed[~from_ssd]]
@@ -274,16 +275,23 @@ class Tiers:
 
     def touch(self, prefix: Prefix, end: int, reused: int, now: float) -> None:
         """Make chunks 0..end of a request recent, children first, and count a reuse of those before `reused`."""
+        self._touch(self.chunks.index.locate(prefix, 0, end), reused, now)
+
+    def _touch(self, located: Sequence[Rows], reused: int, now: float, visit: int | None = None) -> None:
         index = self.chunks.index
-        for group, rows in enumerate(index.locate(prefix, 0, end)):
-            known = rows >= 0
-            self.chunks.touch(group, rows[known], known.nonzero()[0], now)
-            used = rows[:reused][known[:reused]]
+        for group, rows in enumerate(located):
+            known = (rows >= 0).nonzero()[0]
+            rows = rows[known]
+            self.chunks.touch(group, rows, known, now)
+            if visit is not None:
+                index.visit[pick(rows)] = visit
+            used = rows[: int(np.searchsorted(known, reused))]
             if used.size:
-                index.reuses[used] = np.minimum(index.reuses[used], 0xFFFE) + 1
-                self.promotion.used(int(index.promoted[used].sum()), now)
-                index.promoted[used] = 0
-                self.evictor.consider(used[index.dram[used] == VALID])
+                picked = pick(used)
+                index.reuses[picked] = np.minimum(index.reuses[picked], 0xFFFE) + 1
+                self.promotion.used(int(np.count_nonzero(index.promoted[picked])), now)
+                index.promoted[picked] = 0
+                self.evictor.consider(used)
 
     # Room and ends.
 

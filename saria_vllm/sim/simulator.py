@@ -199,7 +199,7 @@ class Simulator:
         self._make_room(time_s)
         if self._refresh_all and self._lru is not None:
             rows = tiers.chunks.index.locate(prefix, 0, end)[0]
-            self._lru.refresh(tiers.chunks.index.segment[rows[tiers.chunks.index.ssd[rows] == VALID]])
+            self._lru.refresh(tiers.chunks.index.extent[rows[tiers.chunks.index.ssd[rows] == VALID], 1])
         result.requests += 1
         result.prompt_tokens += prompt_tokens
         result.dram_hit_tokens += dram

@@ -22,7 +22,7 @@ def add(index: ChunkIndex, keys: list[bytes], group: int = 0) -> Rows:
 
 def in_dram(index: ChunkIndex, keys: list[bytes], group: int = 0) -> Rows:
     rows = add(index, keys, group)
-    index.dram[rows], index.slab[rows], index.cell[rows] = VALID, 0, rows
+    index.dram[rows], index.slot[rows, 0], index.slot[rows, 1] = VALID, 0, rows
     index.depth[rows] = np.arange(len(rows))
     return rows
 
@@ -48,7 +48,7 @@ def test_a_removed_row_is_used_again_with_nothing_left_over() -> None:
     assert again.tolist() == row.tolist()
     columns = (index.dram, index.ssd, index.evicting, index.leases, index.evictions, index.reuses, index.depth)
     assert [int(column[again[0]]) for column in columns] == [0] * len(columns)
-    assert (index.slab[again[0]], index.segment[again[0]], index.parent[again[0]]) == (-1, -1, b"")
+    assert (index.slot[again[0], 0], index.extent[again[0], 0], index.parent[again[0]]) == (-1, -1, b"")
     assert b"old" not in index.rows[0]
     assert len(index) == 1
     assert index.uses[again[0]] == 1
@@ -97,7 +97,7 @@ def test_check_finds_broken_states() -> None:
             getattr(index, name)[row] = value
         return index
 
-    for columns in ({"dram": NONE, "slab": -1}, {"slab": -1}, {"ssd": VALID}, {"evicting": 1}, {"ghost": 3}):
+    for columns in ({"dram": NONE, "slot": -1}, {"slot": -1}, {"ssd": VALID}, {"evicting": 1}, {"ghost": 3}):
         with pytest.raises(AssertionError):
             broken(**columns).check()
     broken(dram=BUSY).check()
