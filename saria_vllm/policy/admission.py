@@ -163,7 +163,7 @@ class Return(Unlearned):
         mine = self.returns.last_visit(hints.session) if hints.session else 0
         # Who touches a chunk touches all before it: those of the session's visit before were touched then or later.
         kept = int((index.visit[rows[:known]] >= mine).sum()) if mine else 0
-        absent = index.ssd[pick(rows[:known])] == NONE
+        absent = index.ssd[pick(rows[:known]) if unknown.size else present] == NONE
         on_ssd = int(absent.argmax()) if absent.any() else known
         return self.returns.visit(len(rows), known, last, returned, now, hints, kept, on_ssd)
 

@@ -42,7 +42,7 @@ _WIDTH = {"slot": 2, "extent": 3}
 class Prefix:
     """A request's chunk keys, and the rows where they were last found."""
 
-    __slots__ = ("keys", "rows", "uses", "visit")
+    __slots__ = ("keys", "located", "rows", "uses", "visit")
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self.keys: list[bytes] = list(keys)
@@ -51,12 +51,15 @@ class Prefix:
         """By group; row numbers of the leading keys, -1 where none was found."""
         self.uses: list[Ints] = []
         """`ChunkIndex.uses` of those rows at that time: a row that was given to another chunk since differs."""
+        self.located = (-1, 0, 0)
+        """The index's version when chunks first..end were looked at last, and these."""
         self.visit = 0
         """Of the request that it belongs to."""
 
     def cut(self, end: int) -> None:
         """Keep the first `end` keys."""
         del self.keys[end:]
+        self.located = (-1, 0, 0)
         self.rows = [rows[:end] for rows in self.rows]
         self.uses = [uses[:end] for uses in self.uses]
 
@@ -115,6 +118,8 @@ class ChunkIndex:
         self.key: list[bytes] = []
         self.parent: list[bytes] = []
         self._free: list[int] = []
+        self._version = 0
+        """Grows when a row is given to a chunk or taken from it."""
         for name, (dtype, _) in _COLUMNS.items():
             setattr(self, name, np.zeros(_shape(name, rows), dtype))
 
@@ -152,6 +157,10 @@ class ChunkIndex:
         if not prefix.rows:
             prefix.rows = [NO_ROWS] * len(self.rows)
             prefix.uses = [NO_ROWS] * len(self.rows)
+        version, low, high = prefix.located
+        if version == self._version and low <= first and end <= high:
+            return [rows[first:end] for rows in prefix.rows]
+        prefix.located = (self._version, first, end)
         located = []
         for group in range(len(self.rows)):
             more = end - len(prefix.rows[group])
@@ -170,6 +179,7 @@ class ChunkIndex:
 
     def add(self, group: int, keys: Sequence[bytes], parents: Sequence[bytes]) -> Rows:
         """Rows for chunks that are not known yet, each once."""
+        self._version += 1
         count = len(keys)
         reused = self._free[len(self._free) - min(count, len(self._free)) :]
         del self._free[len(self._free) - len(reused) :]
@@ -207,6 +217,7 @@ class ChunkIndex:
         """Forget rows that no tier and no job uses."""
         if not rows.size:
             return
+        self._version += 1
         assert not (self.dram[rows] | self.ssd[rows]).any() and not self.leases[rows].any()
         numbers = rows.tolist()
         for row, group in zip(numbers, self.group[rows].tolist(), strict=True):
