@@ -98,7 +98,7 @@ def test_b05_a_failed_write_is_a_miss_for_ever(
     monkeypatch.undo()
     again = small(tmp_path, engine)
     rigs.append(again)
-    found = {chunk.key: chunk.extent for chunk in again.open().found}
+    found = {chunk.key: chunk.extent for chunk in again.open().found.items}
     assert found == {key: extent for key, extent in keys.items() if key not in failed}
     check_all(again, keys, failed)
     names = {path.name.split("-")[0] for path in (tmp_path / "drive0" / "r0").iterdir()}
