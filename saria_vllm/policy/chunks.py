@@ -127,7 +127,7 @@ class Chunks:
             keys = here.key_list()
             rows = index.find_each(group, keys)
             new = rows < 0
-            new_keys = list(itertools.compress(keys, new))
+            new_keys = keys if new.all() else list(itertools.compress(keys, new.tolist()))
             added = index.add(group, new_keys, here.take(new).parent_list(new_keys))
             rows[new] = added
             wanted = (index.ssd[rows] == NONE).nonzero()[0]

@@ -202,6 +202,8 @@ def _live(rows: fmt.EntryRows, records_max: int, generation: int) -> fmt.EntryRo
     last[rows["record"][says]] = says
     last = last[last >= 0]
     last = last[rows["key_bytes"][last] > 0]
+    if np.array_equal(last, np.arange(len(rows))):
+        return rows
     live: fmt.EntryRows = rows.view(f"V{fmt.ENTRY_BYTES}")[last].view(fmt.ENTRY_ROW)  # By field it would be slow.
     return live
 
