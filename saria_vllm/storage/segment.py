@@ -158,9 +158,9 @@ class Segment:
 
     def close_journal(self) -> None:
         """Close the journal's descriptor, if it is open."""
-        if self._journal_fd >= 0:
-            os.close(self._journal_fd)
-            self._journal_fd = -1
+        fd, self._journal_fd = self._journal_fd, -1  # Even a close that fails gives the number back.
+        if fd >= 0:
+            os.close(fd)
 
     def _open_journal(self, directory: str, flags: int) -> int:
         return open_regular(self.journal_path(directory), os.O_WRONLY | os.O_CREAT | flags)

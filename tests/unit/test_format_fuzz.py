@@ -1,4 +1,4 @@
-"""Parsers of what lies on a drive against bytes that were made to mislead them: FormatError, or what is really there."""
+"""Parsers of what lies on a drive against bytes made to mislead them: FormatError, or what is really there."""
 
 from __future__ import annotations
 
@@ -93,11 +93,12 @@ def test_a_header_with_a_right_crc_is_read_or_refused(fields: tuple[object, ...]
     assert magic
 
 
+NAMES = st.sampled_from(["generation", "process_only", "crc", "x"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["generation", "process_only", "crc", "x"]), inner),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner),
     max_leaves=8,
-)  # fmt: skip
+)
 
 
 @given(JSON)

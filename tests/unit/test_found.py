@@ -51,10 +51,10 @@ def test_twins_are_all_but_the_most_worth(chunks: list[FoundChunk], data: st.Dat
 
 @given(CHUNKS, CHUNKS)
 def test_what_two_ranks_found_is_what_both_say(mine: list[FoundChunk], theirs: list[FoundChunk]) -> None:
-    both = FoundChunks.of(mine).also_in(
-        FoundChunks.of([*theirs, *(c for c in mine if c.extent not in {t.extent for t in theirs})])
-    )
-    expected = {chunk for chunk in mine if chunk in theirs or chunk.extent not in {other.extent for other in theirs}}
+    taken = {chunk.extent for chunk in theirs}
+    agreed = [chunk for chunk in mine if chunk.extent not in taken]
+    both = FoundChunks.of(mine).also_in(FoundChunks.of([*theirs, *agreed]))
+    expected = {chunk for chunk in mine if chunk in theirs or chunk in agreed}
     assert set(both.items) == expected
     places = [(chunk.extent.segment, chunk.extent.drive, chunk.extent.record) for chunk in both.items]
     assert places == sorted(places)
