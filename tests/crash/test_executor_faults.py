@@ -142,6 +142,12 @@ def test_b05_errors_at_close_sync_and_unlink_lose_nothing_that_was_stored(
     assert set(failing) == {"close", "fdatasync", "unlink"}
     check_all(rig, keys, failed)
     assert len(failed) <= failing.count("close")
+    for segment in range(20):  # Whose journals' numbers may be other files' by now.
+        rig.executor.retire(0, segment)
+    wait_for(lambda: len(rig.files()) == 63 - 20)
+    keys = {key: extent for key, extent in keys.items() if extent.segment >= 20}
+    failed &= set(keys)
+    check_all(rig, keys, failed)
     rig.executor.close()
     again = small(tmp_path, engine)
     rigs.append(again)
