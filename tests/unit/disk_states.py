@@ -133,7 +133,7 @@ def opened(directory: Path, generation: int = 1, **other: Any) -> Iterator[Segme
 def write(store: SegmentStore, extent: Extent, key: bytes, generation: int = 1) -> None:
     """A record whose bytes name key and generation, with the executor's checksum."""
     fd, offset = store.write_target(0, extent)
-    with _Buffer() as buffer:
+    with Buffer() as buffer:
         buffer.memory[:] = payload(key, RECORD_BYTES, generation)
         assert os.pwrite(fd, buffer.memory, offset) == RECORD_BYTES
         store.release(fd)
@@ -144,7 +144,7 @@ def write(store: SegmentStore, extent: Extent, key: bytes, generation: int = 1) 
 def is_right(store: SegmentStore, chunk: FoundChunk, generation: int = 1) -> bool:
     """False for a miss. What is accepted as the executor accepts it, and is wrong, ends the test."""
     fd, offset, expected = store.read_target(0, chunk.extent)
-    with _Buffer() as buffer:
+    with Buffer() as buffer:
         got = os.preadv(fd, [buffer.memory], offset)
         store.release(fd)
         seed = store.seed(chunk.extent, chunk.key)
@@ -162,10 +162,10 @@ def right_keys(directory: Path, generation: int = 1, **other: Any) -> set[bytes]
         return {chunk.key for chunk in found if is_right(store, chunk, generation)}
 
 
-class _Buffer:
+class Buffer:
     """Memory for one record, page-aligned, whose address can be had."""
 
-    def __enter__(self) -> _Buffer:
+    def __enter__(self) -> Buffer:
         self.memory = mmap.mmap(-1, RECORD_BYTES)
         pin = ctypes.c_char.from_buffer(self.memory)
         self.address = ctypes.addressof(pin)
