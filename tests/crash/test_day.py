@@ -71,8 +71,8 @@ class Day:
         self.seen["found"] += len(found)
         self.dram = {}
         self.later(self.rng.expovariate(1 / 15), self.request)
-        self.later(self.rng.expovariate(1 / 5000), self.reset)
-        self.later(self.rng.expovariate(1 / 3000), self.crash)
+        self.later(self.rng.uniform(600, 6000), self.reset)
+        self.later(self.rng.uniform(1000, 5000), self.crash)
 
     def crash(self) -> None:
         """Killed, and now and then a drive or an operator did something to the files."""
@@ -95,7 +95,7 @@ class Day:
         self.store.set_generation(self.generation)
         self.tiers.reset()
         self.retire()
-        self.later(self.rng.expovariate(1 / 5000), self.reset)
+        self.later(self.rng.uniform(600, 6000), self.reset)
 
     def request(self) -> None:
         """A session's next turn: load what there is, store the rest, drop what has to go."""
@@ -247,7 +247,7 @@ def live(memory: Path, seed: int, seconds: float) -> Counter[str]:
 
 
 def test_hours_with_every_fault_give_no_wrong_byte(memory: Path) -> None:
-    seen = live(memory, 1, DAY_S / 12)
+    seen = live(memory, 1, DAY_S / 10)
     assert seen["loaded from ssd"] > 100 and seen["loaded from dram"] > 100, seen
     assert seen["crash"] and seen["reset"] and seen["found"], seen
 
