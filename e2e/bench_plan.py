@@ -27,7 +27,7 @@ from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
-from saria_vllm.types import Extent, FoundChunk, GroupShape, JobResult
+from saria_vllm.types import Extent, FoundChunk, FoundChunks, GroupShape, JobResult
 
 BLOCKS = 4
 """Blocks of a chunk."""
@@ -138,10 +138,12 @@ def opening(chunks: int) -> None:
     """What was found on SSD, indexed once when the tier opens."""
     tiers = make_tiers(chunks, 1)
     names = [b"", *keys(0, 0, chunks)]
-    found = [
-        FoundChunk(0, key, parent, Extent(0, place // 1000, place % 1000))
-        for place, (parent, key) in enumerate(itertools.pairwise(names))
-    ]
+    found = FoundChunks.of(
+        [
+            FoundChunk(0, key, parent, Extent(0, place // 1000, place % 1000))
+            for place, (parent, key) in enumerate(itertools.pairwise(names))
+        ]
+    )
     began = time.perf_counter()
     tiers.open_ssd(ExtentAllocator(1, chunks // 1000 + 10, [1000]), found, chunks // 1000 + 1)
     seconds = time.perf_counter() - began

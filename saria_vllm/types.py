@@ -5,6 +5,7 @@ These travel from the scheduler process to the workers and back, so they hold nu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,12 @@ RECORD_ALIGN_BYTES = 4096
 
 KEY_BYTES_MAX = 32
 """vLLM's block hashes are at most sha256 wide."""
+
+_RECORD_BITS = 25
+"""A segment has fewer records: it is no larger than 1 GiB, or two records."""
+
+_MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93], np.uint64)
+"""Any odd numbers."""
 
 NULL_BLOCK = -1
 """In a chunk's block list: leave this block alone (HBM has it already, or the hit ends before it)."""
@@ -217,13 +224,123 @@ class JobResult(msgspec.Struct, frozen=True, array_like=True):
     """Why the first of them failed: a label of `metrics.ERROR_REASONS`."""
 
 
-class FoundChunk(msgspec.Struct, frozen=True, array_like=True):
+class FoundChunk(NamedTuple):
     """A chunk found on SSD when an engine directory was reopened."""
 
     group: int
     key: bytes
     parent: bytes
     extent: Extent
+
+
+class FoundChunks(msgspec.Struct, frozen=True, eq=False):
+    """Chunks found on SSD, by column. A rank reports each once, in the order of segment, drive, record."""
+
+    groups: Ints
+    keys: npt.NDArray[np.uint8]
+    """(chunks, KEY_BYTES_MAX): padded with zeros."""
+    key_bytes: npt.NDArray[np.uint8]
+    parents: npt.NDArray[np.uint8]
+    """(chunks, KEY_BYTES_MAX): padded with zeros."""
+    parent_bytes: npt.NDArray[np.uint8]
+    extents: Ints
+    """(chunks, 3): drive, segment, record."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[FoundChunk]) -> FoundChunks:
+        groups, keys, parents, extents = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+        columns = [_padded(texts) for texts in (keys, parents)]
+        places = np.array(extents, np.int32).reshape(-1, 3)
+        return cls(np.array(groups, np.int32), *columns[0], *columns[1], places)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def take(self, rows: npt.NDArray[np.bool_ | np.integer]) -> FoundChunks:
+        """Those at some positions, or where a mask says so."""
+        if rows.dtype == np.bool_ and rows.all():
+            return self
+        return FoundChunks(*(getattr(self, name)[rows] for name in self.__struct_fields__))
+
+    def twins(self, worth: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
+        """Positions of chunks that are at another position, too, where they are worth more; of equals the first stays.
+
+        One number stands for a chunk and sorting brings equal ones together; only the keys of these are compared.
+        """
+        numbers = self.keys.view(np.uint64) @ _MIX + self.groups.astype(np.uint64)
+        if (np.diff(np.sort(numbers)) != 0).all():
+            return np.empty(0, np.int64)
+        order = np.argsort(numbers, kind="stable")
+        equal = np.diff(numbers[order]) == 0
+        suspects = order[np.append(equal, False) | np.append(False, equal)]
+        best: dict[tuple[int, bytes], int] = {}
+        worse = []
+        for at, key in zip(suspects.tolist(), self.take(suspects).key_list(), strict=True):
+            other = best.setdefault((int(self.groups[at]), key), at)
+            if worth[at] > worth[other]:
+                best[int(self.groups[at]), key] = at
+            if other != at:
+                worse.append(other if worth[at] > worth[other] else at)
+        return np.array(worse, np.int64)
+
+    def also_in(self, other: FoundChunks) -> FoundChunks:
+        """Those of which `other` says the same."""
+        _, mine, theirs = np.intersect1d(self._places(), other._places(), assume_unique=True, return_indices=True)
+        found, beside = self.take(mine), other.take(theirs)
+        same = _same(found.keys, beside.keys) & _same(found.parents, beside.parents) & (found.groups == beside.groups)
+        same &= (found.key_bytes == beside.key_bytes) & (found.parent_bytes == beside.parent_bytes)
+        return found.take(same)
+
+    def segments(self) -> set[tuple[int, int]]:
+        """(drive, segment) of all of them."""
+        places = np.unique(self._places() >> _RECORD_BITS).tolist()
+        return {(place & 0x7F, place >> 7) for place in places}
+
+    def _places(self) -> npt.NDArray[np.int64]:
+        """Their extents as numbers of the same order: 31 bits of segment, 7 of drive, 25 of record."""
+        drive, segment, record = self.extents.astype(np.int64).T
+        places: npt.NDArray[np.int64] = (segment << 7 | drive) << _RECORD_BITS | record
+        return places
+
+    def key_list(self) -> list[bytes]:
+        return _texts(self.keys, self.key_bytes)
+
+    def parent_list(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Their parents: the same objects as `keys`, which are theirs, where a chunk lies behind its parent."""
+        behind = _same(self.parents[1:], self.keys[:-1]) & (self.parent_bytes[1:] == self.key_bytes[:-1])
+        parents = [b"", *keys[:-1]][: len(keys)]
+        others = (~np.append(False, behind)).nonzero()[0] if keys else np.empty(0, np.int64)
+        for at, parent in zip(others.tolist(), _texts(self.parents[others], self.parent_bytes[others]), strict=True):
+            parents[at] = parent
+        return parents
+
+    @property
+    def items(self) -> tuple[FoundChunk, ...]:
+        """Chunk by chunk."""
+        keys = self.key_list()
+        columns = zip(self.groups.tolist(), keys, self.parent_list(keys), self.extents.tolist(), strict=True)
+        return tuple(FoundChunk(group, key, parent, Extent(*extent)) for group, key, parent, extent in columns)
+
+
+def _padded(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Keys padded with zeros, and their lengths."""
+    padded = b"".join(text.ljust(KEY_BYTES_MAX, b"\0") for text in texts)
+    return np.frombuffer(padded, np.uint8).reshape(-1, KEY_BYTES_MAX), np.array(list(map(len, texts)), np.uint8)
+
+
+def _same(some: npt.NDArray[np.uint8], others: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Which padded keys are equal, in place."""
+    words: npt.NDArray[np.bool_] = some.view(np.uint64) == others.view(np.uint64)
+    return words[:, 0] & words[:, 1] & words[:, 2] & words[:, 3]
+
+
+def _texts(padded: npt.NDArray[np.uint8], lengths: npt.NDArray[np.uint8]) -> list[bytes]:
+    """The inverse of `_padded`. Quick where most are as long as the longest."""
+    longest = int(lengths.max(initial=1))
+    texts: list[bytes] = np.ascontiguousarray(padded[:, :longest]).view(f"V{longest}").ravel().tolist()
+    for at in (lengths != longest).nonzero()[0].tolist():
+        texts[at] = texts[at][: lengths[at]]
+    return texts
 
 
 class OpenSsd(msgspec.Struct, frozen=True):
@@ -242,7 +359,7 @@ class OpenSsd(msgspec.Struct, frozen=True):
 class OpenedSsd(msgspec.Struct, frozen=True):
     """Worker -> scheduler: one rank's result of opening the SSD tier."""
 
-    found: list[FoundChunk] = []
+    found: FoundChunks = FoundChunks.of([])
     next_segment: int = 0
     drives: tuple[bool, ...] = ()
     """Which drives can be used."""

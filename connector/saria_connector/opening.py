@@ -6,6 +6,7 @@ bounded time, and whatever goes wrong leaves the tier off.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -25,7 +26,7 @@ from saria_vllm.policy.tiers import Tiers
 from saria_vllm.storage.format import records_per_segment
 from saria_vllm.storage.namespace import EngineDirectory, namespace_name
 from saria_vllm.storage.reclaim import Claimed, claim_with_room, reclaim_others
-from saria_vllm.types import FoundChunk, OpenedSsd, OpenSsd
+from saria_vllm.types import FoundChunks, OpenedSsd, OpenSsd
 
 logger = logging.getLogger("vllm.saria")
 
@@ -162,7 +163,7 @@ class SsdOpening:
             self._off(problems[0])
             return
         self._until = 0.0
-        found: set[FoundChunk] = set.intersection(*(set(report.found) for report in reports))
+        found = functools.reduce(FoundChunks.also_in, (report.found for report in reports))
         next_segment = max(report.next_segment for report in reports)
         sizing = self._sizing
         records = [records_per_segment(shape.record_bytes, sizing.segment_bytes) for shape in sizing.shapes]
@@ -172,9 +173,8 @@ class SsdOpening:
             if not all(report.drives[drive] for report in reports):
                 logger.error("SARIA: drive %s is left out until a restart", self._paths[drive])
                 extents.leave_out(drive)
-        seen = {chunk.extent[:2] for report in reports for chunk in report.found}
-        oldest_first = sorted(found, key=lambda chunk: (chunk.extent.segment, chunk.extent.record))
-        self._tiers.open_ssd(extents, oldest_first, next_segment, seen)
+        seen = set[tuple[int, int]]().union(*(report.found.segments() for report in reports))
+        self._tiers.open_ssd(extents, found, next_segment, seen)
         if self.generation != self._generation_sent:
             self._tiers.reset()  # A reset came in between: what was found is of before, and its segments must go.
         logger.info("SARIA: the SSD tier is open, %d chunks found; %s", len(found), reports[0].note)

@@ -13,6 +13,7 @@ from saria_vllm.types import (
     NULL_BLOCK,
     Extent,
     FoundChunk,
+    FoundChunks,
     JobResult,
     LoadJob,
     OpenedSsd,
@@ -277,7 +278,9 @@ class Worker:
                     self.ssd[item.extent] = flight.content[position]
 
     def end_open(self, found: list[FoundChunk], next_segment: int = 0, problem: str = "", ranks: int = 0) -> None:
-        self._reports += [OpenedSsd(found, next_segment, (True,) * 8, "", problem) for _ in range(ranks or self.ranks)]
+        self._reports += [
+            OpenedSsd(FoundChunks.of(found), next_segment, (True,) * 8, "", problem) for _ in range(ranks or self.ranks)
+        ]
 
     def end_all(self) -> None:
         for request_id in list(self.loads):

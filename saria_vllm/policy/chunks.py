@@ -7,7 +7,7 @@ SSD state is not NONE. A row that holds neither and has no lease is a ghost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, 
 from saria_vllm.policy.jobs import Jobs
 from saria_vllm.policy.recency import Recency
 from saria_vllm.policy.slots import SlotAllocator
-from saria_vllm.types import Extent, FoundChunk, Ints
+from saria_vllm.types import Extent, FoundChunks, Ints
 
 
 class Chunks:
@@ -114,31 +114,32 @@ class Chunks:
             self.extents.forget(bad)
             self.clear_ssd(np.array([row], np.int32))
 
-    def adopt(self, found: Iterable[FoundChunk]) -> int:
+    def adopt(self, found: FoundChunks) -> int:
         """Index chunks found on SSD; those that are there already or do not fit are passed over. Returns how many were
         taken."""
         index, taken = self.index, 0
         assert self.extents is not None
-        by_group: list[dict[bytes, FoundChunk]] = [{} for _ in index.rows]
-        again = []
-        for chunk in found:
-            if chunk.group < len(by_group) and by_group[chunk.group].setdefault(chunk.key, chunk) is not chunk:
-                again.append(chunk)
-        for group, chunks in enumerate(by_group):
-            known = index.find_each(group, list(chunks))
-            new = [chunk for chunk, row in zip(chunks.values(), known.tolist(), strict=True) if row < 0]
-            added = index.add(group, [chunk.key for chunk in new], [chunk.parent for chunk in new])
-            rows = known.copy()
-            rows[known < 0] = added
-            places = np.array([chunk.extent for chunk in chunks.values()], np.int32).reshape(-1, 3)
+        again = found.twins(-np.arange(len(found)))
+        if again.size:
+            first = np.ones(len(found), np.bool_)
+            first[again] = False
+            return self.adopt(found.take(first)) + self.adopt(found.take(again))
+        for group in range(len(index.rows)):
+            here = found.take(found.groups == group)
+            keys = here.key_list()
+            rows = index.find_each(group, keys)
+            new = rows < 0
+            new_keys = keys if new.all() else list(itertools.compress(keys, new.tolist()))
+            added = index.add(group, new_keys, here.take(new).parent_list(new_keys))
+            rows[new] = added
             wanted = (index.ssd[rows] == NONE).nonzero()[0]
-            fits = wanted[self.extents.adopt(places[wanted], group, rows[wanted])]
+            fits = wanted[self.extents.adopt(here.extents[wanted], group, rows[wanted])]
             index.ssd[rows[fits]] = VALID
-            index.extent[rows[fits]] = places[fits]
+            index.extent[rows[fits]] = here.extents[fits]
             self.ghosts.back(rows[fits])
             index.remove(added[index.ssd[added] == NONE])
             taken += len(fits)
-        return taken + (self.adopt(again) if again else 0)
+        return taken
 
     def clear(self, jobs: Jobs) -> None:
         """Forget everything; slots and segments that stale jobs use stay taken until these end."""

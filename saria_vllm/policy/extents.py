@@ -187,14 +187,16 @@ class ExtentAllocator:
         drive, segment, record = extents.T
         fits: Mask = (drive >= 0) & (drive < self.drives) & (record >= 0) & (record < self._records[group])
         fits &= ~np.isin(drive, list(self._left_out))
-        for drive_number, number in {(d, n) for d, n, _ in extents[fits].tolist()}:
+        places = drive.astype(np.int64) << 32 | segment
+        order = fits.nonzero()[0][np.argsort(places[fits], kind="stable")]
+        for here in np.split(order, np.diff(places[order]).nonzero()[0] + 1) if order.size else []:
+            drive_number, number = int(drive[here[0]]), int(segment[here[0]])
             segments = self._by_drive[drive_number]
             found = segments.get(number)
             if found is None:
                 found = segments[number] = Segment(drive_number, number, group, self._records[group])
                 found.used = self._records[group]
                 self._next_segment = max(self._next_segment, number + 1)
-            here = (fits & (drive == drive_number) & (segment == number)).nonzero()[0]
             if found.group != group:
                 fits[here] = False
                 continue

@@ -8,6 +8,7 @@ is at work on it, or its history is kept (a ghost).
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -200,9 +201,10 @@ class ChunkIndex:
         assert len(known) == before + count, "a chunk was known already"
         rows = np.array(numbers, np.int32)
         self.group[rows] = group
-        for row, parent in zip(numbers, parents, strict=True):
-            if row and self.key[row - 1] == parent and self.group[row - 1] == group and parent:
-                self.chained[row] = 1
+        above = [self.key[row - 1] for row in reused] + (self.key[size - 1 : -1] if size else [b"", *self.key[:-1]])
+        follows = np.fromiter(map(operator.eq, parents, above), np.bool_, count)
+        follows &= np.fromiter(map(bool, parents), np.bool_, count)
+        self.chained[rows] = follows & (rows > 0) & (self.group[rows - 1] == group)
         return rows
 
     def _grow(self, size: int) -> None:

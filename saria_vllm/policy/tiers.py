@@ -25,7 +25,7 @@ from saria_vllm.policy.promotion import Promotion, chunks_to_promote
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.types import (
     NULL_BLOCK,
-    FoundChunk,
+    FoundChunks,
     GroupShape,
     Ints,
     JobResult,
@@ -319,7 +319,7 @@ class Tiers:
     def open_ssd(
         self,
         extents: ExtentAllocator,
-        found: Iterable[FoundChunk],
+        found: FoundChunks,
         next_segment: int,
         seen: Iterable[tuple[int, int]] = (),
     ) -> None:

@@ -11,6 +11,9 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from saria_vllm.errors import FormatError
 from saria_vllm.types import KEY_BYTES_MAX, RECORD_ALIGN_BYTES, align_up
 
@@ -29,6 +32,17 @@ _FOOTER = struct.Struct("<8sII")
 _CRC = struct.Struct("<I")
 _SEED = struct.Struct("<QQQB")
 _U32_MAX = 2**32 - 1
+_KEY_PLACES = np.arange(KEY_BYTES_MAX, dtype=np.uint8)
+
+EntryRows = npt.NDArray[np.void]
+"""Entries by column, of `ENTRY_ROW`."""
+
+ENTRY_ROW = np.dtype([
+    ("crc", "<u4"), ("record", "<u4"), ("generation", "<u8"), ("checksum", "<u8"), ("sequence", "<u8"),
+    ("key_bytes", "u1"), ("parent_bytes", "u1"), ("zeros", "<u2"), ("key", "u1", KEY_BYTES_MAX),
+    ("parent", "u1", KEY_BYTES_MAX), ("more_zeros", "<u4", 7),
+])  # fmt: skip
+"""An entry as it lies on disk. Keys are padded with zeros."""
 
 
 class Header(NamedTuple):
@@ -146,37 +160,44 @@ def pack_entry(entry: Entry, salt: int) -> bytes:
     return _CRC.pack(zlib.crc32(body, salt)) + body
 
 
-def _entry_of(fields: tuple[int, int, int, int, int, int, int, bytes, bytes], records_max: int) -> Entry:
-    _, record, generation, checksum, sequence, key_bytes, parent_bytes, key, parent = fields
-    if record >= records_max or key_bytes > KEY_BYTES_MAX or parent_bytes > KEY_BYTES_MAX:
-        raise FormatError(f"entry: record {record}, key of {key_bytes} bytes, parent of {parent_bytes} bytes")
-    return Entry(record, generation, checksum, sequence, key[:key_bytes], parent[:parent_bytes])
+def entries_of(rows: EntryRows) -> list[Entry]:
+    """The same entries, one by one."""
+    return [
+        Entry(record, generation, checksum, sequence, key[:key_bytes], parent[:parent_bytes])
+        for _, record, generation, checksum, sequence, key_bytes, parent_bytes, key, parent in _ENTRY.iter_unpack(
+            rows.tobytes()
+        )
+    ]
 
 
-def parse_entry(data: bytes | memoryview, header: Header, salt: int) -> Entry:
-    """Read one entry of a journal.
+def _can_be(rows: EntryRows, header: Header) -> npt.NDArray[np.bool_]:
+    """Which entries have numbers that can be, and zeros where zeros belong."""
+    good: npt.NDArray[np.bool_] = rows["record"] < header.records_max
+    for name in ("key", "parent"):
+        texts, lengths = rows[name], rows[f"{name}_bytes"]
+        longest = min(int(lengths.max(initial=0)), KEY_BYTES_MAX)
+        good &= (lengths <= longest) & ~texts[:, longest:].any(axis=1)
+        short = (lengths < longest).nonzero()[0]
+        good[short] &= ~(texts[short] * (lengths[short, None] <= _KEY_PLACES)).any(axis=1)
+    good &= (rows["zeros"] == 0) & ~rows["more_zeros"].any(axis=1)
+    return good
 
-    Raises:
-        FormatError: wrong length or CRC, or numbers that cannot be.
-    """
-    if len(data) != ENTRY_BYTES:
-        raise FormatError(f"entry: {len(data)} bytes, not {ENTRY_BYTES}")
-    fields = _ENTRY.unpack(data)
-    if fields[0] != zlib.crc32(data[4:], salt):
-        raise FormatError("entry: CRC mismatch")
-    return _entry_of(fields, header.records_max)
+
+def journal_rows(data: bytes, header: Header) -> EntryRows:
+    """Entries of a journal, in order, up to the first that does not check: a torn tail ends it. Never raises."""
+    view, salt, count = memoryview(data), salt_of(header), 0
+    for start in range(0, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES):
+        if _CRC.unpack_from(view, start)[0] != zlib.crc32(view[start + _CRC.size : start + ENTRY_BYTES], salt):
+            break
+        count += 1
+    rows = np.frombuffer(data, ENTRY_ROW, count) if count else np.empty(0, ENTRY_ROW)
+    bad = (~_can_be(rows, header)).nonzero()[0]
+    return rows[: bad[0]] if bad.size else rows
 
 
 def parse_journal(data: bytes, header: Header) -> list[Entry]:
-    """Entries of a journal, in order, up to the first that does not check: a torn tail ends it. Never raises."""
-    entries: list[Entry] = []
-    view, salt = memoryview(data), salt_of(header)
-    for start in range(0, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES):
-        try:
-            entries.append(parse_entry(view[start : start + ENTRY_BYTES], header, salt))
-        except FormatError:
-            break
-    return entries
+    """`journal_rows`, one by one."""
+    return entries_of(journal_rows(data, header))
 
 
 def pack_index(entries: Sequence[Entry], header: Header) -> bytes:
@@ -189,8 +210,8 @@ def pack_index(entries: Sequence[Entry], header: Header) -> bytes:
     return area + _CRC.pack(zlib.crc32(area, salt))
 
 
-def parse_index(data: bytes, header: Header) -> list[Entry]:
-    """Read the index area of a sealed segment. Its one CRC covers all entries.
+def index_rows(data: bytes, header: Header) -> EntryRows:
+    """Read the index area of a sealed segment. Its one CRC covers all entries; theirs are not looked at.
 
     Raises:
         FormatError: wrong length, magic or CRC, or entries that cannot be.
@@ -200,11 +221,20 @@ def parse_index(data: bytes, header: Header) -> list[Entry]:
     magic, count, crc = _FOOTER.unpack_from(data, len(data) - _FOOTER.size)
     if magic != _INDEX_MAGIC or count > header.records_max:
         raise FormatError("index: not there")
-    view = memoryview(data)
-    if crc != zlib.crc32(view[: -_CRC.size], salt_of(header)):
+    if crc != zlib.crc32(memoryview(data)[: -_CRC.size], salt_of(header)):
         raise FormatError("index: CRC mismatch")
-    records_max = header.records_max
-    entries = [_entry_of(fields, records_max) for fields in _ENTRY.iter_unpack(view[: count * ENTRY_BYTES])]
-    if len({entry[0] for entry in entries}) != count or not all(entry[4] for entry in entries):
-        raise FormatError("index: a record twice or an entry without a key")
-    return entries
+    rows = np.frombuffer(data, ENTRY_ROW, count)
+    if not (_can_be(rows, header) & (rows["key_bytes"] > 0)).all():
+        raise FormatError("index: an entry that cannot be")
+    if np.bincount(rows["record"]).max(initial=0) > 1:
+        raise FormatError("index: a record twice")
+    return rows
+
+
+def parse_index(data: bytes, header: Header) -> list[Entry]:
+    """`index_rows`, one by one.
+
+    Raises:
+        FormatError: as from `index_rows`.
+    """
+    return entries_of(index_rows(data, header))

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from saria_vllm.errors import FormatError
 from saria_vllm.storage import format as fmt
 from saria_vllm.storage.directories import open_regular
@@ -52,8 +54,8 @@ class ScannedSegment:
     """A segment file with at least one usable record."""
 
     header: fmt.Header
-    entries: dict[int, fmt.Entry]
-    """By record number; only of the expected generation, drops applied."""
+    rows: fmt.EntryRows
+    """Its entries by record number; only of the expected generation, drops applied."""
     sealed: bool
     journal_bytes: int
     """Length of the journal's valid part; 0 when there is none."""
@@ -94,8 +96,7 @@ def scan_directory(directory: str, expected: Expected, segments_max: int) -> Sca
                 raise
             _discard(directory, segment, error.strerror or "", scan)
             continue
-        sequences = (entry.sequence for entry in found.entries.values())
-        scan.highest_sequence = max(scan.highest_sequence, max(sequences))
+        scan.highest_sequence = max(scan.highest_sequence, int(found.rows["sequence"].max()))
         scan.segments[segment] = found
     for segment in journals - data:
         _discard(directory, segment, "a journal without data", scan)
@@ -141,17 +142,18 @@ def _discard(directory: str, segment: int, why: str, scan: Scan) -> None:
 def _read_segment(directory: str, segment: int, has_journal: bool, expected: Expected) -> ScannedSegment:
     fd = open_regular(os.path.join(directory, data_name(segment)), os.O_RDONLY)
     try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # Nothing is to be read beside what is asked for.
         header = _read_header(fd, segment, expected)
-        entries, sealed = _read_index(fd, header)
+        rows, sealed = _read_index(fd, header)
     finally:
         os.close(fd)
     journal_bytes = 0
     if has_journal:
         journal = _read_journal(os.path.join(directory, journal_name(segment)), header)
-        journal_bytes = len(journal) * fmt.ENTRY_BYTES
-        entries += journal
-    live = _apply(entries, expected.generation)
-    if not live:
+        journal_bytes = journal.nbytes
+        rows = np.concatenate((rows, journal))
+    live = _live(rows, header.records_max, expected.generation)
+    if not live.size:
         raise FormatError("no usable record")
     return ScannedSegment(header, live, sealed, journal_bytes)
 
@@ -171,15 +173,15 @@ def _read_header(fd: int, segment: int, expected: Expected) -> fmt.Header:
     return header
 
 
-def _read_index(fd: int, header: fmt.Header) -> tuple[list[fmt.Entry], bool]:
+def _read_index(fd: int, header: fmt.Header) -> tuple[fmt.EntryRows, bool]:
     area = _pread(fd, fmt.index_bytes(header.records_max), fmt.index_offset(header))
     try:
-        return fmt.parse_index(area, header), True
+        return fmt.index_rows(area, header), True
     except FormatError:
-        return [], False
+        return np.empty(0, fmt.ENTRY_ROW), False
 
 
-def _read_journal(path: str, header: fmt.Header) -> list[fmt.Entry]:
+def _read_journal(path: str, header: fmt.Header) -> fmt.EntryRows:
     try:
         fd = open_regular(path, os.O_RDONLY)
         try:
@@ -189,17 +191,20 @@ def _read_journal(path: str, header: fmt.Header) -> list[fmt.Entry]:
     except OSError as error:
         if error.errno not in _BAD_FILE:
             raise
-        return []
-    return fmt.parse_journal(data, header)
+        data = b""
+    return fmt.journal_rows(data, header)
 
 
-def _apply(entries: list[fmt.Entry], generation: int) -> dict[int, fmt.Entry]:
-    live: dict[int, fmt.Entry] = {}
-    for entry in entries:
-        if not entry.key:
-            live.pop(entry.record, None)
-        elif entry.generation == generation:
-            live[entry.record] = entry
+def _live(rows: fmt.EntryRows, records_max: int, generation: int) -> fmt.EntryRows:
+    """By record number, the last word on each that is of this generation or a drop, but for what was dropped."""
+    says = ((rows["generation"] == generation) | (rows["key_bytes"] == 0)).nonzero()[0]
+    last = np.full(records_max, -1)
+    last[rows["record"][says]] = says
+    last = last[last >= 0]
+    last = last[rows["key_bytes"][last] > 0]
+    if np.array_equal(last, np.arange(len(rows))):
+        return rows
+    live: fmt.EntryRows = rows.view(f"V{fmt.ENTRY_BYTES}")[last].view(fmt.ENTRY_ROW)  # By field it would be slow.
     return live
 
 

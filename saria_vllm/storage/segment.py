@@ -7,6 +7,8 @@ import os
 import threading
 from array import array
 
+import numpy as np
+
 from saria_vllm.storage import format as fmt
 from saria_vllm.storage.directories import open_regular
 from saria_vllm.storage.drives import Drive, sync_directory, write_aligned, write_whole
@@ -74,12 +76,12 @@ class Segment:
         self.states = self.states.translate(bytes([GONE, GONE, LIVE, GONE]).ljust(256, b"\0"))
         self.unfinished = 0
 
-    def adopt(self, entries: dict[int, fmt.Entry], journal_bytes: int) -> None:
+    def adopt(self, rows: fmt.EntryRows, journal_bytes: int) -> None:
         """Take over the records found by recovery; nothing is written here any more."""
-        for record, entry in entries.items():
-            self.states[record] = LIVE
-            self.checksums[record] = entry.checksum
-            self.generations[record] = entry.generation
+        records = rows["record"]
+        np.frombuffer(self.states, np.uint8)[records] = LIVE
+        np.frombuffer(self.checksums, np.uint64)[records] = rows["checksum"]
+        np.frombuffer(self.generations, np.uint64)[records] = rows["generation"]
         self.settle()
         self.journal_bytes = journal_bytes
         self.state = FileState.SEALED
@@ -104,14 +106,14 @@ class Segment:
         self.data_fd = data_fd
         self.state = FileState.OPEN
 
-    def reopen(self, drive: Drive, directory: str, entries: dict[int, fmt.Entry]) -> None:
+    def reopen(self, drive: Drive, directory: str, rows: fmt.EntryRows) -> None:
         """Open the data file of a segment that recovery found without an index, to seal it.
 
         Raises:
             OSError: it cannot be opened for writing.
         """
         self.data_fd = drive.open_segment_file(self.data_path(directory), writable=True)
-        self.entries = entries
+        self.entries = {entry.record: entry for entry in fmt.entries_of(rows)}
 
     def append(self, entry: fmt.Entry) -> None:
         """Add an entry to the open journal: one write, over the remains of one that failed.
@@ -156,9 +158,9 @@ class Segment:
 
     def close_journal(self) -> None:
         """Close the journal's descriptor, if it is open."""
-        if self._journal_fd >= 0:
-            os.close(self._journal_fd)
-            self._journal_fd = -1
+        fd, self._journal_fd = self._journal_fd, -1  # Even a close that fails gives the number back.
+        if fd >= 0:
+            os.close(fd)
 
     def _open_journal(self, directory: str, flags: int) -> int:
         return open_regular(self.journal_path(directory), os.O_WRONLY | os.O_CREAT | flags)

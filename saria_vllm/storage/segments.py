@@ -24,6 +24,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 
+import numpy as np
+
 from saria_vllm.errors import StorageError
 from saria_vllm.storage import format as fmt
 from saria_vllm.storage.drives import Descriptors, Drive
@@ -36,9 +38,11 @@ from saria_vllm.storage.recovery import (
     scan_directory,
 )
 from saria_vllm.storage.segment import FREE, GONE, LIVE, WRITING, FileState, Segment
-from saria_vllm.types import KEY_BYTES_MAX, Extent, FoundChunk, GroupShape, OpenSsd
+from saria_vllm.types import KEY_BYTES_MAX, Extent, FoundChunks, GroupShape, OpenSsd
 
 NOTES_MAX = 100
+
+_FOUND_COLUMNS = ("record", "sequence", "key", "key_bytes", "parent", "parent_bytes")
 
 READ_FDS_MAX = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
 """Sealed segments whose files stay open when nobody reads them; the least recently read is closed first."""
@@ -88,8 +92,8 @@ class SegmentStore:
         """Records of a new segment of this group; 0 when not one fits."""
         return fmt.records_per_segment(self._shapes[group].record_bytes, self._open.segment_bytes)
 
-    def recover(self) -> list[FoundChunk]:
-        """Find what an earlier process left. To be called once, before anything else.
+    def recover(self) -> FoundChunks:
+        """Find what an earlier process left: the newest record of each chunk. To be called once, before anything else.
 
         A drive that cannot be listed is left out and named in `notes`. Never raises for what is on disk.
         """
@@ -323,19 +327,19 @@ class SegmentStore:
 
     def _adopt(self, drive: int, scanned: ScannedSegment) -> None:
         header = scanned.header
-        if not scanned.entries:
+        if not scanned.rows.size:
             try:
                 discard_segment(self._directory(drive), header.segment)
             except OSError as error:
                 self._note(f"segment {header.segment:x} cannot be unlinked: {error}")
             return
         segment = Segment(drive, header)
-        segment.adopt(scanned.entries, scanned.journal_bytes)
+        segment.adopt(scanned.rows, scanned.journal_bytes)
         with self._lock:
             self._segments[drive, header.segment] = segment
         if not scanned.sealed:
             try:
-                segment.reopen(self._drive(drive), self._directory(drive), scanned.entries)
+                segment.reopen(self._drive(drive), self._directory(drive), scanned.rows)
             except OSError as error:
                 self._note(f"segment {header.segment:x} cannot be sealed, its journal stays: {error}")
                 return
@@ -458,30 +462,25 @@ class SegmentStore:
         return fd
 
 
-def _newest(scans: Mapping[int, Scan]) -> list[FoundChunk]:
+def _newest(scans: Mapping[int, Scan]) -> FoundChunks:
     """All chunks found, one per group and key: the newest. Older entries are taken out of the scans."""
-    newest: dict[int, dict[bytes, FoundChunk]] = {}
-    for drive, scan in scans.items():
-        for number, scanned in scan.segments.items():
-            group = scanned.header.group
-            keys = newest.setdefault(group, {})
-            twice = []
-            for record, entry in scanned.entries.items():
-                chunk = FoundChunk(group, entry.key, entry.parent, Extent(drive, number, record))
-                if keys.setdefault(entry.key, chunk) is not chunk:
-                    twice.append(chunk)
-            for chunk in twice:
-                _keep_newer(keys, chunk, scans)
-    return [found for keys in newest.values() for found in keys.values()]
-
-
-def _keep_newer(keys: dict[bytes, FoundChunk], chunk: FoundChunk, scans: Mapping[int, Scan]) -> None:
-    def entries(extent: Extent) -> dict[int, fmt.Entry]:
-        return scans[extent.drive].segments[extent.segment].entries
-
-    other = keys[chunk.key]
-    mine, theirs = entries(chunk.extent)[chunk.extent.record], entries(other.extent)[other.extent.record]
-    older = other if mine.sequence > theirs.sequence else chunk
-    if older is other:
-        keys[chunk.key] = chunk
-    del entries(older.extent)[older.extent.record]
+    places = sorted((number, drive) for drive, scan in scans.items() for number in scan.segments)
+    scanned = [scans[drive].segments[number] for number, drive in places]
+    if not scanned:
+        return FoundChunks.of([])
+    lengths = [len(segment.rows) for segment in scanned]
+    columns = {name: np.concatenate([segment.rows[name] for segment in scanned]) for name in _FOUND_COLUMNS}
+    numbers, drives = (np.repeat(np.array(column, np.int32), lengths) for column in zip(*places, strict=True))
+    groups = np.repeat(np.array([segment.header.group for segment in scanned], np.int32), lengths)
+    extents = np.stack((drives, numbers, columns["record"].astype(np.int32)), 1)
+    found = FoundChunks(
+        groups, columns["key"], columns["key_bytes"], columns["parent"], columns["parent_bytes"], extents
+    )
+    older = found.twins(columns["sequence"])
+    if not older.size:
+        return found
+    keep = np.ones(len(found), np.bool_)
+    keep[older] = False
+    for segment, kept in zip(scanned, np.split(keep, np.cumsum(lengths)[:-1]), strict=True):
+        segment.rows = segment.rows[kept]
+    return found.take(keep)

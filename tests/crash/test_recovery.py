@@ -78,7 +78,7 @@ def is_right(store: SegmentStore, chunk: FoundChunk) -> bool:
 def right_keys(*directories: Path, generation: int = 1) -> set[bytes]:
     """Reopen, read everything, and return the keys that came back right."""
     with opened(*directories, generation=generation) as store:
-        return {chunk.key for chunk in store.recover() if is_right(store, chunk)}
+        return {chunk.key for chunk in store.recover().items if is_right(store, chunk)}
 
 
 class Write(NamedTuple):
@@ -283,7 +283,7 @@ def test_another_engines_directory_copied_here_is_dropped(tmp_path: Path) -> Non
     full_store(tmp_path)
     opening = OpenSsd((str(tmp_path),), 1, SEGMENT_BYTES, 8)
     store = SegmentStore(opening, 0, SHAPES, store_id("0" * 32, 1, 0))
-    assert store.recover() == []
+    assert len(store.recover()) == 0
     store.close()
 
 
@@ -315,7 +315,7 @@ def writer(directories: list[str], seed: int) -> None:
     """Write until killed, reporting each commit after it returned and each retire before it begins."""
     rng = random.Random(seed)
     with opened(*map(Path, directories), segments_max=12) as store:
-        found = store.recover()
+        found = store.recover().items
         segments = sorted({chunk.extent[:2] for chunk in found})
         number = store.next_segment_id
         while True:
@@ -367,7 +367,7 @@ def test_kill_at_random_points_loses_nothing_committed(tmp_path: Path) -> None:
                 retired.add((int(drive), int(segment)))
         expected = {key for extent, key in committed.items() if extent[:2] not in retired}
         with opened(*directories, segments_max=12) as store:
-            found = store.recover()
+            found = store.recover().items
             assert all(is_right(store, chunk) for chunk in found)
             keys = {chunk.key for chunk in found}
             assert keys >= expected

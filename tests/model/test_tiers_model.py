@@ -34,6 +34,7 @@ from saria_vllm.policy.tiers import Tiers
 from saria_vllm.types import (
     Extent,
     FoundChunk,
+    FoundChunks,
     GroupShape,
     JobResult,
     LoadJob,
@@ -280,8 +281,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(chunks=st.lists(st.tuples(st.sampled_from(sorted(PARENT)), st.integers(0, 1)), max_size=8))
     def adopt(self, chunks: list[tuple[bytes, int]]) -> None:
         """Open the SSD tier on a directory with found chunks; some do not fit this configuration."""
-        records = RECORDS[: self.groups]
-        found, places = [], set()
+        records, found, places = RECORDS[: self.groups], [], set()
         for number, (key, group) in enumerate(chunks):
             extent = Extent(number % DRIVES, 10 + (number // 4) * 2 + group, number % 4)
             found.append(FoundChunk(group, key, PARENT[key], extent))
@@ -293,7 +293,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.segments_seen.add((extent.drive, extent.segment))
             for contents in self.contents:
                 contents[group, extent] = Content(group, key, self.generation)
-        self.tiers.open_ssd(ExtentAllocator(DRIVES, SEGMENTS_MAX, records), found, 20)
+        self.tiers.open_ssd(ExtentAllocator(DRIVES, SEGMENTS_MAX, records), FoundChunks.of(found), 20)
 
     @precondition(lambda self: self.generation < 2)
     @rule(luck=st.integers(0, 3))

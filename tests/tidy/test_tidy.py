@@ -23,7 +23,7 @@ IMPURE = {
 }  # fmt: skip
 LIBRARIES = {
     "policy": {"msgspec", "numpy", "saria_vllm"},
-    "storage": {"msgspec", "saria_vllm"},
+    "storage": {"msgspec", "numpy", "saria_vllm"},
     "sim": {"msgspec", "numpy", "saria_vllm"},
     "engine": {"msgspec", "numpy", "torch", "nixl", "kvikio", "saria_vllm"},
     "cli": {"msgspec", "aiohttp", "rich", "matplotlib", "tokenizers", "saria_vllm"},

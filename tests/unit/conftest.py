@@ -37,7 +37,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
 def rig(request: pytest.FixtureRequest, make_rig: MakeRig) -> Iterator[Rig]:
     """One with an open SSD tier. Every job must have ended exactly once, and every buffer be back."""
     opened = (rig := make_rig(engine=request.param)).open()
-    assert (opened.found, opened.next_segment, opened.problem) == ([], 0, "")
+    assert (len(opened.found), opened.next_segment, opened.problem) == (0, 0, "")
     yield rig
     rig.poll()
     rig.check_quiet()

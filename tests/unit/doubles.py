@@ -218,6 +218,9 @@ class Rig:
     slabs: int = SLABS
     page_maps: Mapping[int, _native.PageMap] | None = None
     """Pages that are not of `pages`."""
+    directories: Sequence[Path] = ()
+    """Engine directories that are not `directory`/drive<n>."""
+    store_id: bytes = STORE_ID
 
     def __post_init__(self) -> None:
         self.hbm = {group: Hbm(pages, self.blocks) for group, pages in self.pages.items()}
@@ -240,7 +243,7 @@ class Rig:
 
     def open(self, generation: int = 1) -> OpenedSsd:
         """Open the SSD tier with engines that ask `faults`."""
-        directories = [self.directory / f"drive{number}" for number in range(self.drives)]
+        directories = self.directories or [self.directory / f"drive{number}" for number in range(self.drives)]
         for directory in directories:
             directory.mkdir(exist_ok=True)
         cost = fmt.segment_cost_bytes(self.shapes[0].record_bytes, self.segment_records)
@@ -249,7 +252,7 @@ class Rig:
         real = executor_module.open_engine
         executor_module.open_engine = self._open_engine  # type: ignore[assignment]
         try:
-            self.executor.open_ssd(opened, 0, STORE_ID)
+            self.executor.open_ssd(opened, 0, self.store_id)
             result = wait_for(self.executor.take_opened)
         finally:
             executor_module.open_engine = real

@@ -45,7 +45,7 @@ class Bench:
 
     def reopen(self, generation: int = 1, **other: object) -> tuple[SegmentStore, list[FoundChunk]]:
         store = self.open(generation, **other)  # type: ignore[arg-type]
-        return store, sorted(store.recover(), key=lambda chunk: chunk.extent)
+        return store, sorted(store.recover().items, key=lambda chunk: chunk.extent)
 
     def files(self, drive: int = 0, rank: int = 0) -> list[str]:
         return sorted(os.listdir(os.path.join(self.directories[drive], f"r{rank}")))

@@ -84,7 +84,7 @@ def test_what_one_process_persisted_the_next_one_finds(make_rig: MakeRig) -> Non
     first.executor.close()
     second = make_rig(engine="io_uring")
     opened = second.open()
-    assert [(chunk.group, chunk.key, chunk.extent) for chunk in opened.found] == [(0, b"a", Extent(0, 3, 0))]
+    assert [(chunk.group, chunk.key, chunk.extent) for chunk in opened.found.items] == [(0, b"a", Extent(0, 3, 0))]
     assert opened.next_segment == 4
     assert second.loaded(second.load(from_ssd(0, (5, 6, 7, 8), Extent(0, 3, 0), b"a"))).failed == []
     assert second.is_at(0, b"a", (5, 6, 7, 8))
@@ -249,7 +249,7 @@ def test_a_persist_from_before_a_reset_is_never_found_under_the_new_generation(m
     assert {rig.results[job][0].reason for job in jobs[thread._engine.depth :]} == {"stale"}
     rig.check_quiet()
     rig.executor.close()
-    assert make_rig().open(generation=2).found == []
+    assert len(make_rig().open(generation=2).found) == 0
 
 
 def test_a_reset_while_the_ssd_tier_opens_reaches_the_store(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_a_reset_while_the_ssd_tier_opens_reaches_the_store(make_rig: MakeRig, m
     monkeypatch.setattr(SegmentStore, "set_generation", late)
     opened = rig.open()
     reset[0].join()
-    assert [chunk.key for chunk in opened.found] == [b"old"]
+    assert [chunk.key for chunk in opened.found.items] == [b"old"]
     state = rig.loaded(rig.load(from_ssd(0, (0, 1, 2, 3), Extent(0, 0, 0), b"old")))
     assert (state.failed, state.reason) == ([0], "not_found")
     assert whose(rig.hbm[0].read((0, 1, 2, 3)), [b"old"]) == {(b"?", 0)}

@@ -57,7 +57,7 @@ def test_close_with_queued_work_is_quick_and_ends_every_job_once(rig: Rig, make_
     # What was reported as persisted is there, nothing else is.
     kept = {b"w%d" % n for n, job in enumerate(persists) if not rig.results[job][0].failed}
     again = make_rig()
-    found = again.open().found
+    found = again.open().found.items
     assert {chunk.key for chunk in found} == kept | {b"s%d" % n for n in range(4)}
     assert len(kept) < 300
     rig.executor = again.executor  # for the fixture's last look
@@ -164,7 +164,7 @@ def test_an_ssd_tier_that_cannot_open_is_off_and_leaves_nothing(
     else:
         monkeypatch.setattr(executor_module, "SsdThread", second_fails(fails, thread))
     opened = rig.open()
-    assert opened.found == []
+    assert len(opened.found) == 0
     assert opened.problem
     assert rig.loaded(rig.load(from_ssd(0, (0, 1, 2, 3), Extent(0, 0, 0), b"s"))).reason == "not_found"
     assert all(engine.closed for engine in rig.engines)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.tiers import Tiers
-from saria_vllm.types import Extent, FoundChunk
+from saria_vllm.types import Extent, FoundChunk, FoundChunks
 from tier_steps import (
     KEYS,
     end,
@@ -26,7 +26,7 @@ def found(key: bytes, parent: bytes, segment: int, record: int, group: int = 0, 
 
 def adopt(tiers: Tiers, chunks: list[FoundChunk], next_segment: int, seen: Sequence[tuple[int, int]] = ()) -> None:
     assert tiers.chunks.extents is not None
-    tiers.open_ssd(tiers.chunks.extents, chunks, next_segment, seen)
+    tiers.open_ssd(tiers.chunks.extents, FoundChunks.of(chunks), next_segment, seen)
 
 
 def test_found_chunks_are_offered_from_where_they_were_found() -> None:

@@ -1,0 +1,60 @@
+"""FoundChunks against lists and sets."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saria_vllm.types import Extent, FoundChunk, FoundChunks
+
+KEYS = st.sampled_from([b"", b"a", b"b", b"b\0", b"\0b", b"k" * 31, b"k" * 32, b"k" * 31 + b"j"])
+EXTENTS = st.builds(
+    Extent, st.integers(0, 127), st.sampled_from([0, 1, 2, 2**31 - 2**20 - 1]), st.sampled_from([0, 5, 2**25 - 1])
+)
+CHUNKS = st.lists(
+    st.builds(FoundChunk, st.integers(0, 2), KEYS, KEYS, EXTENTS), max_size=30, unique_by=lambda chunk: chunk.extent
+)
+
+
+@given(CHUNKS)
+def test_columns_are_the_chunks(chunks: list[FoundChunk]) -> None:
+    found = pickle.loads(pickle.dumps(FoundChunks.of(chunks)))
+    assert list(found.items) == chunks
+    assert len(found) == len(chunks)
+    assert found.segments() == {chunk.extent[:2] for chunk in chunks}
+    odd = np.arange(len(chunks)) % 2 == 1
+    assert list(found.take(odd).items) == chunks[1::2]
+
+
+@given(CHUNKS)
+def test_a_parent_that_lies_before_its_child_is_one_object(chunks: list[FoundChunk]) -> None:
+    found = FoundChunks.of(chunks)
+    keys = found.key_list()
+    for at, parent in enumerate(found.parent_list(keys)[1:], 1):
+        assert parent != keys[at - 1] or parent is keys[at - 1]
+
+
+@given(CHUNKS, st.data())
+def test_twins_are_all_but_the_most_worth(chunks: list[FoundChunk], data: st.DataObject) -> None:
+    worth = data.draw(st.lists(st.integers(0, 3), min_size=len(chunks), max_size=len(chunks)))
+    best: dict[tuple[int, bytes], int] = {}
+    for at, chunk in enumerate(chunks):
+        other = best.setdefault((chunk.group, chunk.key), at)
+        if worth[at] > worth[other]:
+            best[chunk.group, chunk.key] = at
+    twins = FoundChunks.of(chunks).twins(np.array(worth, np.int64)).tolist()
+    assert sorted(twins) == sorted(set(range(len(chunks))) - set(best.values()))
+
+
+@given(CHUNKS, CHUNKS)
+def test_what_two_ranks_found_is_what_both_say(mine: list[FoundChunk], theirs: list[FoundChunk]) -> None:
+    taken = {chunk.extent for chunk in theirs}
+    agreed = [chunk for chunk in mine if chunk.extent not in taken]
+    both = FoundChunks.of(mine).also_in(FoundChunks.of([*theirs, *agreed]))
+    expected = {chunk for chunk in mine if chunk in theirs or chunk in agreed}
+    assert set(both.items) == expected
+    places = [(chunk.extent.segment, chunk.extent.drive, chunk.extent.record) for chunk in both.items]
+    assert places == sorted(places)
