@@ -81,6 +81,10 @@ class NixlEngine:
         """Transfers submitted and not yet returned by `reap`."""
         return len(self._flights)
 
+    def register_memory(self, addr: int, nbytes: int) -> bool:
+        """See `SsdEngine`."""
+        return False
+
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """See `SsdEngine`."""
         self._submit(Transfer(False, fd, addr, nbytes, offset, tag))

@@ -30,6 +30,10 @@ class SsdEngine(Protocol):
     def in_flight(self) -> int:
         """Transfers submitted and not yet returned by `reap`."""
 
+    def register_memory(self, addr: int, nbytes: int) -> bool:
+        """Ask once, before the first transfer, that transfers within this memory cost less; it must stay until `close`.
+        All of them work as well where that is False."""
+
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """Start reading `nbytes` > 0 at byte `offset` of the file into memory at `addr`; `tag` is unsigned 64-bit.
 

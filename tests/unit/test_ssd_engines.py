@@ -102,6 +102,49 @@ def test_what_was_written_is_read(engine: SsdEngine, tmp_path: Path, memory: Mem
     os.close(fd)
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_registered_memory_changes_no_byte(engine: SsdEngine, tmp_path: Path, memory: Memory, direct: bool) -> None:
+    """Transfers within it, across each of its ends, around it and far from it."""
+    data = os.urandom(512 * KIB)
+    (tmp_path / "file").write_bytes(data)
+    fd = open_file(tmp_path / "file", direct)
+    start, nbytes = 128 * KIB, 256 * KIB
+    if engine.register_memory(memory.address + start, nbytes):
+        assert not engine.register_memory(memory.address, KIB)  # Once.
+    for first, last in ((128, 384), (192, 256), (64, 192), (320, 512), (0, 640), (0, 128), (384, 448), (700, 800)):
+        moved = (last - first) * KIB
+        memory.bytes[:] = bytes(1 << 20)
+        engine.submit_read(fd, memory.address + first * KIB, moved, 0, tag=first)
+        assert finish(engine) == {first: min(moved, len(data))}
+        assert memory.bytes[first * KIB : last * KIB].rstrip(b"\0") == data[:moved].rstrip(b"\0")
+        assert not any(memory.bytes[: first * KIB]) and not any(memory.bytes[last * KIB :])
+        memory.bytes[first * KIB : last * KIB] = flipped = bytes(
+            255 - byte for byte in memory.bytes[first * KIB : last * KIB]
+        )
+        engine.submit_write(fd, memory.address + first * KIB, moved, 0, tag=first)
+        assert finish(engine) == {first: moved}
+        assert (tmp_path / "file").read_bytes()[:moved] == flipped
+        data = (tmp_path / "file").read_bytes()
+    os.close(fd)
+
+
+def test_io_uring_registers_memory_here_and_works_where_it_may_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: Memory
+) -> None:
+    """Locked memory is limited: 4 KiB of it is what every limit allows, no memory at all is refused."""
+    engine = UringEngine(DEPTH)
+    assert not engine.register_memory(memory.address, 2**40)
+    assert engine.register_memory(memory.address, 4096)
+    (tmp_path / "file").write_bytes(b"x" * KIB)
+    fd = open_file(tmp_path / "file", direct=False)
+    engine.submit_read(fd, memory.address, KIB, 0, tag=1)
+    engine.submit_read(fd, memory.address + 4096, KIB, 0, tag=2)
+    assert finish(engine) == {1: KIB, 2: KIB}
+    engine.close()
+    assert not engine.register_memory(memory.address, 4096)
+    os.close(fd)
+
+
 @pytest.mark.parametrize(("size", "direct"), [(10_000, False), (10_000, True), (8192, False), (8192, True)])
 def test_a_read_past_the_end_gives_the_bytes_there_are(
     engine: SsdEngine, tmp_path: Path, memory: Memory, size: int, direct: bool
