@@ -60,10 +60,10 @@ class SsdEngine(Protocol):
 
 def open_engine(name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
     """An engine, and one line that says which and why. "auto" takes io_uring where a probe read through it works, else
-    posix, and never nixl.
+    posix, and never nixl or kvikio.
 
     Raises:
-        ConfigError: io_uring or nixl was asked for by name and does not work here.
+        ConfigError: io_uring, nixl or kvikio was asked for by name and does not work here.
     """
     from saria_vllm.engine.io_uring import UringEngine
     from saria_vllm.engine.posix import PosixEngine
@@ -75,6 +75,11 @@ def open_engine(name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
 
         nixl = NixlEngine(depth)
         return nixl, f"ssd engine nixl: configured ({nixl.backend})"
+    if name == "kvikio":
+        from saria_vllm.engine.kvikio import KvikioEngine
+
+        kvikio = KvikioEngine(depth)
+        return kvikio, f"ssd engine kvikio: configured ({kvikio.mode})"
     try:
         engine = UringEngine(depth)
     except OSError as error:

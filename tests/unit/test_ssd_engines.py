@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from kvikio_double import KvikioDouble
 from nixl_double import NixlDouble
 from saria_vllm.config import SsdEngineName
-from saria_vllm.engine import io_uring, nixl
+from saria_vllm.engine import io_uring, kvikio, nixl
 from saria_vllm.engine.io_uring import UringEngine
+from saria_vllm.engine.kvikio import KvikioEngine
 from saria_vllm.engine.nixl import NixlEngine
 from saria_vllm.engine.posix import PosixEngine
 from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
@@ -34,10 +36,13 @@ class Memory:
         self.address = addressof(c_char.from_buffer(self.bytes))
 
 
-@pytest.fixture(params=[UringEngine, PosixEngine, "nixl double", "nixl"])
+@pytest.fixture(params=[UringEngine, PosixEngine, "nixl double", "nixl", "kvikio double"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SsdEngine]:
     kind = request.param
-    if isinstance(kind, str):
+    if kind == "kvikio double":
+        prepare_kvikio(monkeypatch)
+        kind = KvikioEngine
+    elif isinstance(kind, str):
         prepare_nixl(monkeypatch, kind == "nixl double")
         kind = NixlEngine
     opened: SsdEngine = kind(DEPTH)
@@ -54,6 +59,10 @@ def prepare_nixl(monkeypatch: pytest.MonkeyPatch, double: bool) -> None:
         nixl.load()
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+def prepare_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvikio, "load", lambda _threads: (KvikioDouble(), "a double"))
 
 
 @pytest.fixture
@@ -320,18 +329,19 @@ def test_engines_leave_no_thread_and_no_descriptor(
     memory: Memory, monkeypatch: pytest.MonkeyPatch, double: bool
 ) -> None:
     prepare_nixl(monkeypatch, double)
+    prepare_kvikio(monkeypatch)
 
     def count() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     before = count()
-    for kind in (UringEngine, PosixEngine, NixlEngine):
+    for kind in (UringEngine, PosixEngine, NixlEngine, KvikioEngine):
         engine: SsdEngine = kind(DEPTH)
         fd = os.open("/dev/zero", os.O_RDONLY)
         engine.submit_read(fd, memory.address, KIB, 0, tag=1)
         engine.close()
         os.close(fd)
-    names: tuple[SsdEngineName, ...] = ("auto", "posix", "io_uring", "nixl")
+    names: tuple[SsdEngineName, ...] = ("auto", "posix", "io_uring", "nixl", "kvikio")
     for name in names:
         open_engine(name, DEPTH)[0].close()
     assert count() == before
@@ -339,11 +349,13 @@ def test_engines_leave_no_thread_and_no_descriptor(
 
 def test_open_engine_says_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_nixl(monkeypatch, double=True)
+    prepare_kvikio(monkeypatch)
     expected: dict[SsdEngineName, type] = {
         "posix": PosixEngine,
         "io_uring": UringEngine,
         "auto": UringEngine,
         "nixl": NixlEngine,
+        "kvikio": KvikioEngine,
     }
     for name, kind in expected.items():
         engine, why = open_engine(name, 3)
