@@ -26,7 +26,7 @@ class UringEngine:
         """Transfers submitted and not yet returned by `reap`."""
         return self._ring.in_flight
 
-    def register_memory(self, addr: int, nbytes: int) -> bool:
+    def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
         """See `SsdEngine`. Needs as much locked memory as RLIMIT_MEMLOCK allows, or CAP_IPC_LOCK."""
         try:
             self._ring.register_memory(addr, nbytes)

@@ -70,7 +70,7 @@ class KvikioEngine:
         """Transfers submitted and not yet returned by `reap`."""
         return len(self._flights)
 
-    def register_memory(self, addr: int, nbytes: int) -> bool:
+    def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
         """See `SsdEngine`. KvikIO registers memory of a GPU only, and all of its allocation."""
         if self._closed or self._registered is not None:
             return False

@@ -45,7 +45,7 @@ class PosixEngine:
         for thread in self._threads:
             thread.start()
 
-    def register_memory(self, addr: int, nbytes: int) -> bool:
+    def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
         """See `SsdEngine`."""
         return False
 

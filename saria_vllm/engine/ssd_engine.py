@@ -30,9 +30,11 @@ class SsdEngine(Protocol):
     def in_flight(self) -> int:
         """Transfers submitted and not yet returned by `reap`."""
 
-    def register_memory(self, addr: int, nbytes: int) -> bool:
+    def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
         """Ask once, before the first transfer, that transfers within this memory cost less; it must stay until `close`.
-        All of them work as well where that is False."""
+        `device` is the number of the GPU whose memory it is, -1 for the host's. Where this is False, all transfers with
+        memory of the host work as well; of a GPU's memory they do not.
+        """
 
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """Start reading `nbytes` > 0 at byte `offset` of the file into memory at `addr`; `tag` is unsigned 64-bit.
