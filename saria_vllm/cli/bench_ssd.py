@@ -13,13 +13,15 @@ Exit status: 0 fine, 1 the drive failed, 2 bad usage, or an engine that does not
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
 import msgspec
@@ -61,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print, and return the exit status."""
     plan = _Plan.of(arguments)
     try:
-        rows = _measure(plan)
+        with _standard_output_kept():
+            rows = _measure(plan)
     except StorageError as error:
         print(f"saria bench ssd: {error}", file=sys.stderr)
         return 1
@@ -117,6 +120,19 @@ class _Plan(msgspec.Struct, frozen=True):
         return cls(path, engines, block_bytes, depth, rounds, seconds, blocks * block_bytes, fio)
 
 
+@contextmanager
+def _standard_output_kept() -> Iterator[None]:
+    """What libraries print meanwhile, as NIXL does, goes to standard error: standard output is for our result."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _measure(plan: _Plan) -> list[Row]:
     """One row per engine.
 
@@ -163,7 +179,7 @@ def _run_fio(plan: _Plan, file: ScratchFile, kind: Kind) -> Moved:
         done = job["write" if kind == "write" else "read"]
         seconds = done["io_bytes"] / done["bw_bytes"]
         moved = Moved(done["io_bytes"], seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3)
-    except (ValueError, KeyError, IndexError, ZeroDivisionError):
+    except (ValueError, TypeError, LookupError, ZeroDivisionError):
         moved = None
     if ended.returncode or moved is None:
         words = ended.stderr.decode(errors="replace").strip().splitlines()
