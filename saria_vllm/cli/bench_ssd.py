@@ -4,8 +4,9 @@ Each round makes three passes (sequential reads, random reads, sequential writes
 asked, in turn: what the drive does meanwhile meets all of them. All use O_DIRECT, one queue, and one file, which has
 no name and is gone when the command ends, however it ends. Figures are medians over the rounds; a ratio to fio is the
 median of the rounds' own ratios. Rates are in MB/s (10^6 bytes). CPU time, in ms per GB, is that of the whole process
-with its threads, and of fio what it says of its job, without its start. The command writes at full speed: some GB per
-round.
+with its threads, and of fio what it says of its job, without its start. Engines use memory of the kind that reads land
+in: huge pages, registered where the engine can. (What is written in service lies in the DRAM pool.) The command writes
+at full speed: some GB per round.
 
 Exit status: 0 fine, 1 the drive failed, 2 bad usage, or an engine that does not work here.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
 import random
 import resource
@@ -111,7 +110,7 @@ class Bench:
     """Passes over a scratch file through an engine, with as many transfers in flight as it takes. A context manager:
     afterwards the engine is closed and nothing is in flight.
 
-    As in service, what is read into is registered with the engine and what is written from is not.
+    All memory is the kind that reads land in: huge pages, registered with the engine.
 
     Raises:
         ConfigError: the engine does not work here.
@@ -123,11 +122,11 @@ class Bench:
         self._rng = random.Random(0)
         self._engine, self.why = open_engine(name, queue_depth)
         self.name = self._engine.name
-        self._target = Staging(self._engine, block_bytes)
-        self.registered = self._target.registered
-        self._source = mmap.mmap(-1, block_bytes * queue_depth)
-        self._source[:] = self._rng.randbytes(len(self._source))
-        self._source_address = ctypes.addressof(ctypes.c_char.from_buffer(self._source))
+        self._staging = Staging(self._engine, block_bytes)
+        self.registered = self._staging.registered
+        block = self._rng.randbytes(block_bytes)
+        for buffer in range(queue_depth):
+            ctypes.memmove(self._staging.address(buffer), block, block_bytes)
 
     def __enter__(self) -> Bench:
         return self
@@ -174,12 +173,9 @@ class Bench:
         return Moved(moved, time.perf_counter() - began, _cpu_s() - cpu_began)
 
     def _submit(self, kind: Kind, buffer: int, position: int) -> None:
-        offset, nbytes = position * self._block_bytes, self._block_bytes
-        if kind == "write":
-            address = self._source_address + buffer * nbytes
-            self._engine.submit_write(self._file.fd, address, nbytes, offset, buffer)
-        else:
-            self._engine.submit_read(self._file.fd, self._target.address(buffer), nbytes, offset, buffer)
+        submit = self._engine.submit_write if kind == "write" else self._engine.submit_read
+        address, nbytes = self._staging.address(buffer), self._block_bytes
+        submit(self._file.fd, address, nbytes, position * nbytes, buffer)
 
     def _reap(self, kind: Kind) -> list[int]:
         """Buffers whose transfers ended."""
