@@ -17,10 +17,11 @@ class Staging:
         nbytes = buffer_bytes * engine.depth
         self._buffer_bytes = buffer_bytes
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        try:
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # A kernel without them.
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):  # A fork would copy what is pinned.
+            try:
+                self._memory.madvise(advice)
+            except OSError:
+                pass  # A kernel without it.
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.registered = engine.register_memory(self._start, nbytes)
 
