@@ -86,6 +86,16 @@ struct PyUring {
 
     ~PyUring() { close(); }
 
+    void register_memory(uint64_t addr, uint64_t nbytes) {
+        if (!ring.is_open()) raise_errno(EBADF);
+        int error;
+        {
+            nb::gil_scoped_release nogil;
+            error = ring.register_memory(addr, nbytes);
+        }
+        if (error) raise_errno(error);
+    }
+
     void submit(int op, int fd, uint64_t addr, uint64_t nbytes, uint64_t offset, uint64_t tag) {
         if (op != Uring::kRead && op != Uring::kWrite) throw std::invalid_argument("op must be 0 or 1");
         if (nbytes == 0) throw std::invalid_argument("nbytes must be above zero");
@@ -142,6 +152,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<PyUring>(m, "Uring")
         .def(nb::init<unsigned>(), nb::arg("depth"))
+        .def("register_memory", &PyUring::register_memory, nb::arg("addr"), nb::arg("nbytes"))
         .def("submit", &PyUring::submit, nb::arg("op"), nb::arg("fd"), nb::arg("addr"), nb::arg("nbytes"),
              nb::arg("offset"), nb::arg("tag"))
         .def("reap", &PyUring::reap, nb::arg("timeout_s"))

@@ -8,6 +8,7 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <thread>
 #include <unistd.h>
 
@@ -33,7 +34,9 @@ struct Sqe {
     int32_t fd;
     uint64_t off, addr;
     uint32_t len, rw_flags;
-    uint64_t user_data, pad[3];
+    uint64_t user_data;
+    uint16_t buf_index, pad16[3];
+    uint64_t pad[2];
 };
 struct Cqe {
     uint64_t user_data;
@@ -52,8 +55,10 @@ static_assert(sizeof(Params) == 120 && sizeof(Sqe) == 64 && sizeof(Cqe) == 16);
 
 namespace {
 
-constexpr long kSetup = 425, kEnter = 426;  // the same on every architecture Linux got after 2019, and on x86
-constexpr uint8_t kOpcode[] = {22, 23};     // IORING_OP_READ, IORING_OP_WRITE: Linux 5.6
+constexpr long kSetup = 425, kEnter = 426, kRegister = 427;  // the same on x86 and on what Linux got after 2019
+constexpr uint8_t kOpcode[] = {22, 23};                      // IORING_OP_READ, IORING_OP_WRITE: Linux 5.6
+constexpr uint8_t kPinnedOpcode[] = {4, 5};                  // IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED
+constexpr unsigned kRegisterBuffers = 0;
 constexpr uint32_t kFeatSingleMmap = 1u << 0, kFeatExtArg = 1u << 8;
 constexpr unsigned kEnterGetevents = 1u << 0, kEnterExtArg = 1u << 3;
 constexpr uint64_t kOffSqRing = 0, kOffCqRing = 0x8000000, kOffSqes = 0x10000000;
@@ -109,6 +114,15 @@ int Uring::map_rings(const Params &params) {
     return 0;
 }
 
+int Uring::register_memory(uint64_t addr, uint64_t nbytes) {
+    if (pinned_bytes_ > 0) return EBUSY;
+    iovec memory{reinterpret_cast<void *>(addr), nbytes};
+    if (syscall(kRegister, fd_, kRegisterBuffers, &memory, 1) < 0) return errno;
+    pinned_ = addr;
+    pinned_bytes_ = nbytes;
+    return 0;
+}
+
 int Uring::submit(Op op, int fd, uint64_t addr, uint64_t nbytes, uint64_t offset, uint64_t tag) {
     uint32_t index = free_.back();
     free_.pop_back();
@@ -123,7 +137,9 @@ void Uring::push(uint32_t index) {
     uint32_t tail = *sq_tail_;
     Sqe &sqe = sqes_[tail & sq_mask_];
     sqe = Sqe{};
-    sqe.opcode = kOpcode[request.op];
+    bool pinned = request.addr >= pinned_ && request.nbytes <= pinned_bytes_ &&
+                  request.addr - pinned_ <= pinned_bytes_ - request.nbytes;
+    sqe.opcode = (pinned ? kPinnedOpcode : kOpcode)[request.op];
     sqe.fd = request.fd;
     sqe.addr = request.addr + request.done;
     sqe.off = request.offset + request.done;
@@ -221,6 +237,7 @@ void Uring::release() {
     requests_.clear();
     free_.clear();
     unsubmitted_ = 0;
+    pinned_ = pinned_bytes_ = 0;
 }
 
 }  // namespace saria

@@ -26,6 +26,10 @@ public:
     unsigned depth() const { return static_cast<unsigned>(requests_.size()); }
     unsigned in_flight() const { return depth() - static_cast<unsigned>(free_.size()); }
 
+    // Pins `nbytes` at `addr`, once: transfers within them need not find their pages again. They must stay mapped until
+    // close(). ENOMEM where RLIMIT_MEMLOCK forbids it.
+    int register_memory(uint64_t addr, uint64_t nbytes);
+
     // Starts one transfer. Call only with in_flight() < depth().
     int submit(Op op, int fd, uint64_t addr, uint64_t nbytes, uint64_t offset, uint64_t tag);
 
@@ -50,6 +54,7 @@ private:
     void release();
 
     int fd_ = -1;
+    uint64_t pinned_ = 0, pinned_bytes_ = 0;
     bool timed_enter_ = false;
     uint32_t unsubmitted_ = 0;
     std::vector<Request> requests_;

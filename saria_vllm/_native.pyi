@@ -60,6 +60,12 @@ class Uring:
     @property
     def in_flight(self) -> int:
         """Transfers submitted and not yet returned by `reap`."""
+    def register_memory(self, addr: int, nbytes: int) -> None:
+        """Pin memory, once, so that transfers within it cost less; it must stay mapped until `close`.
+
+        Raises:
+            OSError: the limit of locked memory, a second call, or the ring is closed.
+        """
     def submit(self, op: int, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """Start a read (`op` 0) or write (1) of `nbytes` between `addr` and `offset` of `fd`.
 

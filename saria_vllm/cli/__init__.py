@@ -15,6 +15,7 @@ import saria_vllm
 from saria_vllm.errors import SariaError
 
 COMMANDS = {
+    "bench": "measure a part of the tier on this machine",
     "plan": "sweep DRAM, SSD, drives and admission over a trace: what to buy, and the configuration to serve with",
     "replay": "drive a vLLM server with real agent sessions and measure each turn",
     "simulate": "replay a trace through the policy that the connector runs: hits, SSD writes, time",

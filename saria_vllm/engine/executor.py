@@ -18,6 +18,7 @@ import numpy as np
 
 from saria_vllm import _native
 from saria_vllm.config import SsdEngineName
+from saria_vllm.engine.cpus import near_drive
 from saria_vllm.engine.jobs import Ends, LoadState, PersistState, io_cpus, pin_this_thread
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
@@ -80,6 +81,7 @@ class Executor:
     ) -> None:
         self._pool, self._maps, self._shapes = pool, maps, shapes
         self._ssd_engine, self._io_threads, self._cpus = ssd_engine, io_threads, io_cpus(cpus)
+        self._near_drives = not cpus
         self._ends = Ends()
         self._store: SegmentStore | None = None
         self._ssd: list[SsdThread] = []
@@ -226,9 +228,11 @@ class Executor:
     def _start_ssd(self, number: int, store: SegmentStore) -> SsdThread:
         engine, note = open_engine(self._ssd_engine, depth_for(max(s.record_bytes for s in self._shapes.values())))
         self._engine_note = note
+        drive = store.drives[number % len(store.drives)]
+        cpus = near_drive(self._cpus, drive.directory) if drive and self._near_drives else self._cpus
         try:
             return SsdThread(
-                f"saria-ssd{number}", store, engine, self._pool, self._maps, self._shapes, self._ends, self._cpus
+                f"saria-ssd{number}", store, engine, self._pool, self._maps, self._shapes, self._ends, cpus
             )
         except Exception:
             engine.close()

@@ -26,6 +26,14 @@ class UringEngine:
         """Transfers submitted and not yet returned by `reap`."""
         return self._ring.in_flight
 
+    def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
+        """See `SsdEngine`. Needs as much locked memory as RLIMIT_MEMLOCK allows, or CAP_IPC_LOCK."""
+        try:
+            self._ring.register_memory(addr, nbytes)
+        except OSError:
+            return False
+        return True
+
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """See `SsdEngine`."""
         check_transfer(fd, nbytes, offset)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -23,6 +24,9 @@ from saria_vllm.engine.ssd_engine import check_transfer
 from saria_vllm.errors import ConfigError
 
 VERSION_MIN = (1, 5, 0)
+
+PLUGINS = ("GDS_MT", "GDS", "POSIX")
+"""NIXL's plugins, the best first."""
 
 PAUSE_S = (50e-6, 200e-6)
 """Between two polls of what is in flight: at first, and after some that found nothing."""
@@ -68,18 +72,22 @@ class NixlEngine:
 
     name = "nixl"
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, plugins: Sequence[str] = PLUGINS) -> None:
         if depth < 1:
             raise ValueError(f"depth {depth} must be above zero")
         self.depth = depth
         self._flights: list[_Flight] = []
         self._backend: _Backend | None
-        self._backend, self.backend = _open_backend(depth)
+        self._backend, self.backend = _open_backend(depth, plugins)
 
     @property
     def in_flight(self) -> int:
         """Transfers submitted and not yet returned by `reap`."""
         return len(self._flights)
+
+    def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
+        """See `SsdEngine`. GDS needs it for memory of a GPU; POSIX cannot reach that."""
+        return self._backend is not None and self._backend.register(addr, nbytes, device)
 
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """See `SsdEngine`."""
@@ -152,9 +160,33 @@ class _Backend:
         self._held: dict[tuple[str, tuple[int, int, int]], list[Any]] = {}
         """By kind and range: the registration, and how many transfers use it."""
         self._kept: deque[Any] = deque(maxlen=KEPT_MAX)
+        self._registered: tuple[str, int, int, int] | None = None
+        """Of `register`: kind, address, bytes, GPU."""
         self._all_memory = plugin == "POSIX"
         if self._all_memory:
             self._hold(_Flight(Transfer(False, 0, 0, 0, 0, 0)), "DRAM", (0, _MEMORY_END, 0))
+
+    def register(self, addr: int, nbytes: int, device: int) -> bool:
+        """Register memory for good."""
+        if self._all_memory or self._registered is not None:
+            return False
+        kind = "VRAM" if device >= 0 else "DRAM"
+        try:
+            self._hold(_Flight(Transfer(False, 0, 0, 0, 0, 0)), kind, (addr, nbytes, max(device, 0)))
+        except Exception:  # NIXL's exceptions have no other base.
+            return False
+        self._registered = kind, addr, nbytes, max(device, 0)
+        return True
+
+    def _memory(self, flight: _Flight, addr: int, nbytes: int) -> tuple[str, int]:
+        """Kind and GPU of a transfer's memory, which is registered afterwards."""
+        if self._registered is not None:
+            kind, start, size, device = self._registered
+            if start <= addr and addr + nbytes <= start + size:
+                return kind, device
+        if not self._all_memory:
+            self._hold(flight, "DRAM", (addr, nbytes, 0))
+        return "DRAM", 0
 
     def start(self, transfer: Transfer) -> _Flight:
         """Begin; what NIXL refuses is a flight that has failed."""
@@ -162,11 +194,10 @@ class _Backend:
         flight = _Flight(transfer)
         try:
             self._hold(flight, "FILE", (0, _FILE_END, fd))
-            if not self._all_memory:
-                self._hold(flight, "DRAM", (addr, nbytes, 0))
+            kind, device = self._memory(flight, addr, nbytes)
             flight.handle = self._agent.initialize_xfer(
                 "WRITE" if transfer.write else "READ",
-                self._agent.get_xfer_descs([(addr, nbytes, 0)], "DRAM"),
+                self._agent.get_xfer_descs([(addr, nbytes, device)], kind),
                 self._agent.get_xfer_descs([(offset, nbytes, fd)], "FILE"),
                 self._name,
                 backends=self._plugins,
@@ -249,8 +280,8 @@ def has_device() -> bool:
     return ended.returncode == 0
 
 
-def _open_backend(depth: int) -> tuple[_Backend, str]:
-    """The first backend that passes its test, and its name."""
+def _open_backend(depth: int, plugins: Sequence[str]) -> tuple[_Backend, str]:
+    """The first backend of these plugins that passes its test, and its name."""
     api, version = load()
     queues = {"ios_pool_size": str(max(depth, 64)), "kernel_queue_size": str(max(depth, 16))}
     choices: list[tuple[str, str, dict[str, str]]] = [
@@ -260,7 +291,7 @@ def _open_backend(depth: int) -> tuple[_Backend, str]:
     if has_device():
         choices = [("GDS_MT", "GDS_MT", {}), ("GDS", "GDS", {}), *choices]
     problems = []
-    for name, plugin, params in choices:
+    for name, plugin, params in (choice for choice in choices if choice[1] in plugins):
         try:
             backend = _Backend(api, plugin, params)
         except Exception as error:  # NIXL's exceptions have no other base.

@@ -45,6 +45,10 @@ class PosixEngine:
         for thread in self._threads:
             thread.start()
 
+    def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
+        """See `SsdEngine`."""
+        return False
+
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """See `SsdEngine`."""
         self._submit(Transfer(False, fd, addr, nbytes, offset, tag))

@@ -30,6 +30,12 @@ class SsdEngine(Protocol):
     def in_flight(self) -> int:
         """Transfers submitted and not yet returned by `reap`."""
 
+    def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
+        """Ask once, before the first transfer, that transfers within this memory cost less; it must stay until `close`.
+        `device` is the number of the GPU whose memory it is, -1 for the host's. Where this is False, all transfers with
+        memory of the host work as well; of a GPU's memory they do not.
+        """
+
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """Start reading `nbytes` > 0 at byte `offset` of the file into memory at `addr`; `tag` is unsigned 64-bit.
 
@@ -56,10 +62,10 @@ class SsdEngine(Protocol):
 
 def open_engine(name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
     """An engine, and one line that says which and why. "auto" takes io_uring where a probe read through it works, else
-    posix, and never nixl.
+    posix, and never nixl or kvikio.
 
     Raises:
-        ConfigError: io_uring or nixl was asked for by name and does not work here.
+        ConfigError: io_uring, nixl or kvikio was asked for by name and does not work here.
     """
     from saria_vllm.engine.io_uring import UringEngine
     from saria_vllm.engine.posix import PosixEngine
@@ -71,6 +77,11 @@ def open_engine(name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
 
         nixl = NixlEngine(depth)
         return nixl, f"ssd engine nixl: configured ({nixl.backend})"
+    if name == "kvikio":
+        from saria_vllm.engine.kvikio import KvikioEngine
+
+        kvikio = KvikioEngine(depth)
+        return kvikio, f"ssd engine kvikio: configured ({kvikio.mode})"
     try:
         engine = UringEngine(depth)
     except OSError as error:

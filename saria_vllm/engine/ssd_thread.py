@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +12,7 @@ from saria_vllm import _native
 from saria_vllm.engine.jobs import Ends, LoadState, PersistState, pin_this_thread
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import SsdEngine
+from saria_vllm.engine.staging import Staging
 from saria_vllm.errors import NO_ROOM, SariaError
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import GroupShape
@@ -73,9 +72,7 @@ class SsdThread:
     ) -> None:
         self._store, self._engine, self._pool, self._maps, self._shapes = store, engine, pool, maps, shapes
         self._ends, self._cpus = ends, cpus
-        self._record_bytes = max(shape.record_bytes for shape in shapes.values())
-        self._staging = mmap.mmap(-1, self._record_bytes * engine.depth)
-        self._staging_address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging))
+        self._staging = Staging(engine, max(shape.record_bytes for shape in shapes.values()))
         self._buffers = list(range(engine.depth))
         self._in_flight: dict[int, _InFlight] = {}
         self._next_tag = 0
@@ -176,7 +173,7 @@ class SsdThread:
                     self._starved = True
                     return
                 buffer = self._buffers[-1]
-                address = self._staging_address + buffer * self._record_bytes
+                address = self._staging.address(buffer)
                 self._submit(self._engine.submit_read, _InFlight(op, buffer, checksum, fd), address, nbytes, offset)
                 self._buffers.pop()
             case Write(writing, position):
@@ -247,7 +244,7 @@ class SsdThread:
                 if self._closing:  # The pages in HBM may be gone.
                     self._fail(flight.op, "other")
                     return
-                address = self._staging_address + flight.buffer * self._record_bytes
+                address = self._staging.address(flight.buffer)
                 seed = self._store.seed(item.extent, item.key)
                 if not self._ends.may_write(state):
                     return

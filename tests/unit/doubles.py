@@ -147,6 +147,9 @@ class FaultyEngine:
     def in_flight(self) -> int:
         return self.inner.in_flight + len(self._ended) + len(self._held)
 
+    def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
+        return self.inner.register_memory(addr, nbytes, device)
+
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         self._submit("read", fd, addr, nbytes, offset, tag)
 

@@ -68,6 +68,8 @@ class NixlDouble:
     released_in_flight: int = 0
     agents: list[AgentState] = field(default_factory=list)
     """All that were made."""
+    kinds: list[str] = field(default_factory=list)
+    """Of the memory of each transfer."""
     ended: int = 0
     """How many of them were destroyed."""
 
@@ -85,7 +87,7 @@ class AgentState:
     double: NixlDouble
     name: str
     plugin: str = ""
-    registered: dict[str, list[Range]] = field(default_factory=lambda: {"DRAM": [], "FILE": []})
+    registered: dict[str, list[Range]] = field(default_factory=lambda: {"DRAM": [], "VRAM": [], "FILE": []})
     failed: bool = False
 
 
@@ -125,6 +127,7 @@ class Agent:
             if not any(_covers(known, where) for known in self._state.registered[kind]):
                 raise NixlError("NIXL_ERR_NOT_FOUND")
         (addr, nbytes, _), (offset, _, fd) = local[1][0], remote[1][0]
+        self._double.kinds.append(local[0])
         return Handle(self._double, Request(operation == "WRITE", addr, nbytes, offset, fd))
 
     def transfer(self, handle: Handle) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import random
 import threading
@@ -548,10 +549,13 @@ def test_b04_a_record_is_a_miss_until_it_is_complete(rig: Rig) -> None:
 
 def test_staging_has_room_for_a_record_of_any_group(rig: Rig) -> None:
     (thread,) = rig.executor._ssd
-    assert thread._record_bytes == max(shape.record_bytes for shape in SHAPES)
-    assert len(thread._staging) >= thread._record_bytes * thread._engine.depth
-    assert thread._staging_address % 4096 == 0
-    assert ssd_thread_module.depth_for(thread._record_bytes) == thread._engine.depth
+    record_bytes = max(shape.record_bytes for shape in SHAPES)
+    assert thread._engine.depth == len(thread._buffers) == ssd_thread_module.depth_for(record_bytes)
+    assert thread._staging.address(0) % 4096 == 0
+    assert thread._staging.address(1) - thread._staging.address(0) == record_bytes
+    end = thread._staging.address(thread._engine.depth) - 1
+    ctypes.c_char.from_address(end).value = b"e"
+    assert ctypes.c_char.from_address(end).value == b"e"
 
 
 def test_many_items_of_both_tiers_and_groups_in_one_load(rig: Rig) -> None:

@@ -304,6 +304,40 @@ def test_with_a_device_gds_comes_first(
     assert double.ended == len(double.agents)
 
 
+@pytest.mark.parametrize(("device", "kind"), [(0, "VRAM"), (-1, "DRAM")])
+def test_gds_registers_memory_once_and_for_all_transfers_within(
+    double: NixlDouble, monkeypatch: pytest.MonkeyPatch, memory: Memory, file: int, device: int, kind: str
+) -> None:
+    double.plugins = ("GDS_MT",)
+    monkeypatch.setattr(nixl, "has_device", lambda: True)
+    engine = NixlEngine(4)
+    double.kinds.clear()
+    where = memory.address + 8 * KIB, 16 * KIB
+    assert engine.register_memory(*where, device)
+    assert not engine.register_memory(memory.address, KIB, device)
+    assert double.agents[-1].registered[kind] == [(*where, 0)]
+    engine.submit_read(file, where[0], 16 * KIB, 0, tag=1)
+    engine.submit_read(file, where[0] + 15 * KIB, KIB, 0, tag=2)
+    engine.submit_read(file, memory.address, KIB, 0, tag=3)
+    engine.submit_read(file, where[0] + 15 * KIB, 2 * KIB, 0, tag=4)
+    assert finish(engine) == {1: 16 * KIB, 2: KIB, 3: KIB, 4: 2 * KIB}
+    assert double.kinds == [kind, kind, "DRAM", "DRAM"]
+    assert double.agents[-1].registered[kind] == [(*where, 0)]
+    engine.close()
+    assert not engine.register_memory(memory.address, KIB, device)
+
+
+def test_only_the_plugins_asked_for_are_tried(double: NixlDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    double.plugins = ("GDS_MT", "GDS", "POSIX")
+    monkeypatch.setattr(nixl, "has_device", lambda: True)
+    engine = NixlEngine(1, ("GDS",))
+    assert engine.backend.startswith("GDS,")
+    engine.close()
+    double.plugins = ("POSIX",)
+    with pytest.raises(ConfigError, match="GDS_MT"):
+        NixlEngine(1, ("GDS_MT",))
+
+
 def test_without_a_device_gds_is_not_touched(double: NixlDouble) -> None:
     double.plugins = ("GDS_MT", "GDS", "POSIX")
     NixlEngine(2).close()

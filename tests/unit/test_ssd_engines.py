@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from kvikio_double import KvikioDouble
 from nixl_double import NixlDouble
 from saria_vllm.config import SsdEngineName
-from saria_vllm.engine import io_uring, nixl
+from saria_vllm.engine import io_uring, kvikio, nixl
 from saria_vllm.engine.io_uring import UringEngine
+from saria_vllm.engine.kvikio import KvikioEngine
 from saria_vllm.engine.nixl import NixlEngine
 from saria_vllm.engine.posix import PosixEngine
 from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
@@ -34,10 +36,13 @@ class Memory:
         self.address = addressof(c_char.from_buffer(self.bytes))
 
 
-@pytest.fixture(params=[UringEngine, PosixEngine, "nixl double", "nixl"])
+@pytest.fixture(params=[UringEngine, PosixEngine, "nixl double", "nixl", "kvikio double"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SsdEngine]:
     kind = request.param
-    if isinstance(kind, str):
+    if kind == "kvikio double":
+        prepare_kvikio(monkeypatch)
+        kind = KvikioEngine
+    elif isinstance(kind, str):
         prepare_nixl(monkeypatch, kind == "nixl double")
         kind = NixlEngine
     opened: SsdEngine = kind(DEPTH)
@@ -54,6 +59,10 @@ def prepare_nixl(monkeypatch: pytest.MonkeyPatch, double: bool) -> None:
         nixl.load()
     except ConfigError as error:
         pytest.skip(str(error))
+
+
+def prepare_kvikio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvikio, "load", lambda _threads: (KvikioDouble(), "a double"))
 
 
 @pytest.fixture
@@ -99,6 +108,49 @@ def test_what_was_written_is_read(engine: SsdEngine, tmp_path: Path, memory: Mem
     for i in range(4):
         start = (512 + 64 * i) * KIB
         assert memory.bytes[start : start + 64 * KIB] == data[(3 - i) * 64 * KIB : (4 - i) * 64 * KIB]
+    os.close(fd)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_registered_memory_changes_no_byte(engine: SsdEngine, tmp_path: Path, memory: Memory, direct: bool) -> None:
+    """Transfers within it, across each of its ends, around it and far from it."""
+    data = os.urandom(512 * KIB)
+    (tmp_path / "file").write_bytes(data)
+    fd = open_file(tmp_path / "file", direct)
+    start, nbytes = 128 * KIB, 256 * KIB
+    if engine.register_memory(memory.address + start, nbytes):
+        assert not engine.register_memory(memory.address, KIB)  # Once.
+    for first, last in ((128, 384), (192, 256), (64, 192), (320, 512), (0, 640), (0, 128), (384, 448), (700, 800)):
+        moved = (last - first) * KIB
+        memory.bytes[:] = bytes(1 << 20)
+        engine.submit_read(fd, memory.address + first * KIB, moved, 0, tag=first)
+        assert finish(engine) == {first: min(moved, len(data))}
+        assert memory.bytes[first * KIB : last * KIB].rstrip(b"\0") == data[:moved].rstrip(b"\0")
+        assert not any(memory.bytes[: first * KIB]) and not any(memory.bytes[last * KIB :])
+        memory.bytes[first * KIB : last * KIB] = flipped = bytes(
+            255 - byte for byte in memory.bytes[first * KIB : last * KIB]
+        )
+        engine.submit_write(fd, memory.address + first * KIB, moved, 0, tag=first)
+        assert finish(engine) == {first: moved}
+        assert (tmp_path / "file").read_bytes()[:moved] == flipped
+        data = (tmp_path / "file").read_bytes()
+    os.close(fd)
+
+
+def test_io_uring_registers_memory_here_and_works_where_it_may_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: Memory
+) -> None:
+    """Locked memory is limited: 4 KiB of it is what every limit allows, no memory at all is refused."""
+    engine = UringEngine(DEPTH)
+    assert not engine.register_memory(memory.address, 2**40)
+    assert engine.register_memory(memory.address, 4096)
+    (tmp_path / "file").write_bytes(b"x" * KIB)
+    fd = open_file(tmp_path / "file", direct=False)
+    engine.submit_read(fd, memory.address, KIB, 0, tag=1)
+    engine.submit_read(fd, memory.address + 4096, KIB, 0, tag=2)
+    assert finish(engine) == {1: KIB, 2: KIB}
+    engine.close()
+    assert not engine.register_memory(memory.address, 4096)
     os.close(fd)
 
 
@@ -277,18 +329,19 @@ def test_engines_leave_no_thread_and_no_descriptor(
     memory: Memory, monkeypatch: pytest.MonkeyPatch, double: bool
 ) -> None:
     prepare_nixl(monkeypatch, double)
+    prepare_kvikio(monkeypatch)
 
     def count() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     before = count()
-    for kind in (UringEngine, PosixEngine, NixlEngine):
+    for kind in (UringEngine, PosixEngine, NixlEngine, KvikioEngine):
         engine: SsdEngine = kind(DEPTH)
         fd = os.open("/dev/zero", os.O_RDONLY)
         engine.submit_read(fd, memory.address, KIB, 0, tag=1)
         engine.close()
         os.close(fd)
-    names: tuple[SsdEngineName, ...] = ("auto", "posix", "io_uring", "nixl")
+    names: tuple[SsdEngineName, ...] = ("auto", "posix", "io_uring", "nixl", "kvikio")
     for name in names:
         open_engine(name, DEPTH)[0].close()
     assert count() == before
@@ -296,11 +349,13 @@ def test_engines_leave_no_thread_and_no_descriptor(
 
 def test_open_engine_says_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_nixl(monkeypatch, double=True)
+    prepare_kvikio(monkeypatch)
     expected: dict[SsdEngineName, type] = {
         "posix": PosixEngine,
         "io_uring": UringEngine,
         "auto": UringEngine,
         "nixl": NixlEngine,
+        "kvikio": KvikioEngine,
     }
     for name, kind in expected.items():
         engine, why = open_engine(name, 3)
