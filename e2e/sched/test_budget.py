@@ -18,7 +18,7 @@ from saria_connector.wear import SAVE_S, Wear
 from saria_vllm.config import EnduranceConfig
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.endurance import DAY_S, FRESH_DAYS, EnduranceState
-from saria_vllm.policy.extents import DRIVE_PAUSE_S
+from saria_vllm.policy.striping import PAUSE_S
 from saria_vllm.storage.wear import device_bytes, read_state, write_state
 
 pytestmark = pytest.mark.vllm
@@ -272,11 +272,11 @@ def test_no_drive_gets_more_than_its_own_budget(make: Make, tmp_path: Path) -> N
     engine.serve("first", prompt(20, seed=90))
     wear, extents = engine.side.ssd.wear, engine.side.tiers.chunks.extents
     assert wear is not None and extents is not None
-    extents.pause(1, engine.now)
+    extents.striping.failed(1, False, engine.now)
     each = FIRST_CHUNKS // 2
     assert fill(engine) == each
     assert [governor.written_bytes // RECORD_BYTES for governor in wear.governors] == [each, 0]
-    engine.now += DRIVE_PAUSE_S
+    engine.now += PAUSE_S
     assert fill(engine, seed=50) == each
     assert [governor.written_bytes // RECORD_BYTES for governor in wear.governors] == [each, each]
     engine.close()
@@ -302,7 +302,7 @@ def test_admission_is_as_generous_as_the_drive_with_most_left_allows(make: Make,
         return budget.strictness
 
     assert strictness() == left.threshold(engine.now) < 0.99 < spent.threshold(engine.now)
-    extents.pause(1, engine.now)
+    extents.striping.failed(1, False, engine.now)
     assert strictness() == spent.threshold(engine.now), "the other is not written to"
     extents.leave_out(0)
     assert evictor._budget(engine.now) == (1.0, 0)

@@ -31,6 +31,7 @@ from saria_vllm.types import (
     JobResult,
     LoadJob,
     LoadPart,
+    Moved,
     OpenedSsd,
     OpenSsd,
     PersistJob,
@@ -128,9 +129,11 @@ class Executor:
             self._ends.items(state, on_ssd, "not_found")
             on_ssd = []
         reads: dict[SsdThread, list[Read]] = {}
-        for position in on_ssd:
-            thread = next(self._readers[int(drives[position]) % len(self._readers)])
-            reads.setdefault(thread, []).append(Read(state, position))
+        sizes = [self._shapes[part.group].record_bytes for part in job.parts for _ in part.keys]
+        places = {position: (int(drives[position]) % len(self._readers), sizes[position]) for position in on_ssd}
+        for position, (drive, _) in places.items():
+            reads.setdefault(next(self._readers[drive]), []).append(Read(state, position))
+        self._ends.begin_reads(state, places, time.monotonic())
         for thread, ops in reads.items():
             thread.submit(ops)
         in_dram = _in_dram(job)
@@ -151,7 +154,10 @@ class Executor:
         if not self._ssd:
             self._ends.job(JobResult(job.job_id, tuple(range(job.chunks)), "not_found"))
             return
-        state = PersistState(job, self._ends.generation)
+        state = PersistState(
+            job, self._ends.generation, job.drive % len(self._readers), self._shapes[job.group].record_bytes
+        )
+        self._ends.begin_writes(state, time.monotonic())
         self._writer(job.drive).submit([Write(state, position) for position in range(job.chunks)])
 
     def retire(self, drive: int, segment: int) -> None:
@@ -166,6 +172,10 @@ class Executor:
             if state.generation != self._ends.generation:
                 state.failed, state.reason = list(_all_positions(state.job)), "stale"
         return results, loads, counts, messages
+
+    def take_moved(self) -> list[Moved]:
+        """What was read from and written to drives since the last call."""
+        return self._ends.take_moved(time.monotonic())
 
     def take_opened(self) -> OpenedSsd | None:
         """The result of `open_ssd`, once."""

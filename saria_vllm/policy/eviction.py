@@ -210,10 +210,7 @@ class Evictor:
         if not rows.size:
             return []
         extents, lost = chunks.extents.take(group, len(rows), room, now)
-        if lost.size:
-            chunks.clear_ssd(lost)
-            chunks.settle(lost)
-            count(chunks.counts, "retired_chunks", len(lost))
+        chunks.lose_ssd(lost)
         count(chunks.counts, "dropped_chunks", len(rows) - len(extents), "ssd_full")
         rows = rows[: len(extents)]
         for drive, governor in enumerate(self.governors):
@@ -252,8 +249,7 @@ class Evictor:
             self._under_way(job, -self._shapes[group].record_bytes)
             if job.failed:
                 count(chunks.counts, "errors", len(job.failed), job.reason)
-                if job.reason in ("write_failed", "disk_full"):
-                    extents.pause(int(job.extents[0, 0]), now)
+                chunks.drive_failed(job.extents[sorted(job.failed)], job.reason, now)
             if job.stale:
                 self._jobs.give_back(job, chunks.slots)
             else:
@@ -270,6 +266,7 @@ class Evictor:
         assert chunks.extents is not None
         bad = index.dram[rows] == BAD
         bad[list(job.failed)] = True
+        bad |= chunks.extents.given_up(job.extents)
         chunks.clear_ssd(rows[bad])
         index.ssd[rows[~bad]] = VALID
         chunks.extents.filled(job.extents[~bad], rows[~bad])

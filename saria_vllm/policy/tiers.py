@@ -31,6 +31,7 @@ from saria_vllm.types import (
     JobResult,
     LoadJob,
     LoadPart,
+    Moved,
     PersistJob,
     StoreJob,
     StorePart,
@@ -161,14 +162,7 @@ class Tiers:
             bad = job.rows[failed[~from_ssd]]
             assert np.isin(index.dram[bad], (VALID, BAD)).all()
             index.dram[bad] = BAD
-            late = (
-                job.reason == "deadline"
-            )  # Its records may be good: not they are avoided, but their drive for a while.
-            for position in failed[from_ssd].tolist():
-                if late and chunks.extents is not None:
-                    chunks.extents.pause_reads(int(job.extents[position, 0]), now)
-                else:
-                    chunks.drop_bad_record(job.rows[position], job.extents[position])
+            chunks.reads_failed(job.rows[failed[from_ssd]], job.extents[failed[from_ssd]], job.reason, now)
             chunks.settle(job.rows)
         if job.failed or job.stale:
             count(counts, "errors", max(1, len(job.failed)), job.reason or "stale")
@@ -306,6 +300,19 @@ class Tiers:
             self.evictor.end_persists(persists, now)
         return len(jobs)
 
+    def moved(self, moved: Iterable[Moved]) -> None:
+        """What ranks moved from and to drives: chunks to come go where they can be read soonest."""
+        if self.chunks.extents is not None:
+            for one in moved:
+                self.chunks.extents.striping.learn(one)
+
+    def take_problems(self) -> list[str]:
+        """What became of drives since the last call, to be said."""
+        if self.chunks.extents is None:
+            return []
+        problems, self.chunks.extents.striping.problems = self.chunks.extents.striping.problems, []
+        return problems
+
     # Recovery and reset.
 
     def open_ssd(
@@ -330,6 +337,10 @@ class Tiers:
     def take_counts(self) -> Counts:
         """Counter increments since the last call."""
         counts, self.chunks.counts = self.chunks.counts, {}
+        if self.chunks.extents is not None:
+            striping = self.chunks.extents.striping
+            counts |= striping.counts
+            striping.counts = {}
         return counts
 
     def check(self) -> None:
