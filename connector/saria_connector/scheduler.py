@@ -379,7 +379,11 @@ class SchedulerSide:
         return bool(self._held) or self.ssd.waiting()
 
     def take_counts(self) -> Counts:
-        return self.tiers.take_counts()
+        counts = self.tiers.take_counts()
+        if self.ssd.wear is not None:
+            counts |= self.ssd.wear.counts
+            self.ssd.wear.counts = {}
+        return counts
 
     def reset_cache(self) -> bool:
         """Forget everything, before returning; False when not durably. The generation fences what is in flight."""
