@@ -53,6 +53,7 @@ COUNTERS: dict[str, Metric] = {
     "drive_written_bytes": Metric("Bytes written to a drive by us, over all ranks", "drive"),
     "drive_errors": Metric("Chunks that a drive failed to read or write, or not in time", "drive"),
     "drive_pauses": Metric("Times a drive that failed, was full or held up a load was left alone for a while", "drive"),
+    "buffered_drives": Metric("Drives opened whose file system refuses O_DIRECT, over all ranks: I/O is cached there"),
     "drive_charged_bytes": Metric("Bytes of a drive's write budget used up by others and by the drive itself", "drive"),
     "retired_chunks": Metric("Chunks that left SSD with their segment"),
     "recovered_chunks": Metric("Chunks found on SSD when the engine started"),

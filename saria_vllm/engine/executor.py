@@ -219,6 +219,7 @@ class Executor:
             for number in range(drives * (self._io_threads or (2 if len(self._cpus) >= 8 else 1))):
                 threads.append(self._start_ssd(number, store))
             self._say_notes(store.notes)
+            self._ends.count("buffered_drives", sum(drive is not None and not drive.direct for drive in store.drives))
             with self._wake:
                 if self._closing:
                     raise StorageError("closed while it was opening")

@@ -111,11 +111,11 @@ class Node:
         results, loads, counts, messages = self.rig.executor.poll()
         self.rig.messages += messages
         results += [JobResult(state.job.job_id, tuple(state.failed), state.reason) for state in loads]
-        for name, value in (*counts.items(), *self.tiers.take_counts().items()):
-            self.counts[name] = self.counts.get(name, 0) + value
         self.tiers.moved(self.rig.executor.take_moved())
         ended = self.tiers.finished(results, self.now)
         self.problems += self.tiers.take_problems()
+        for name, value in (*counts.items(), *self.tiers.take_counts().items()):
+            self.counts[name] = self.counts.get(name, 0) + value
         return ended
 
     def load(self, keys: Sequence[bytes]) -> int:
