@@ -37,7 +37,7 @@ class Evictor:
         """Bound what is written per day, by drive; none: no bound."""
         self._persist_bytes_max = persist_bytes_max
         self._persist_bytes: dict[int, int] = {}
-        """On their way to SSD, by drive: each drive has its share of the bound, so one that hangs holds up no other."""
+        """On their way to SSD, by drive: each has its share of the bound, so one that hangs holds up no other."""
         self._evicting = [0] * len(shapes)
         """Slots that writes in flight will free, by group."""
         self._wanted: dict[int, None] = {}
@@ -179,13 +179,15 @@ class Evictor:
                 count(self._chunks.counts, "admission", times, REASONS[number].name)
 
     def _room_by_drive(self, group: int) -> list[int]:
-        """How many more chunks may be on their way to each drive; a single one always may."""
+        """How many more chunks may be on their way to each drive, by what it should get of them; a single one always
+        may."""
         extents, nbytes = self._chunks.extents, self._shapes[group].record_bytes
-        drives = extents.drives if extents is not None else 1
+        weights = extents.striping.weights() if extents is not None else [1.0]
+        total = sum(weights)
         room = []
-        for drive in range(drives):
+        for drive, weight in enumerate(weights):
             under_way = self._persist_bytes.get(drive, 0)
-            left = (self._persist_bytes_max // drives - under_way) // nbytes
+            left = (int(self._persist_bytes_max * weight / total) - under_way) // nbytes
             room.append(max(0, left) if under_way else max(1, left))
         return room
 

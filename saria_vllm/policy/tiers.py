@@ -179,16 +179,19 @@ class Tiers:
     def plan_store(
         self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
     ) -> tuple[StoreJob | None, int]:
-        """Store chunks first..end that no tier holds, as far as there are slots.
+        """Store chunks first..end that no tier holds where they can be read, as far as there are slots.
 
         Returns:
             The job, or None when there is nothing to copy, and the chunk to go on with.
         """
-        index = self.chunks.index
-        absent = [
-            (rows < 0) | ((index.dram[rows] == NONE) & (index.ssd[rows] == NONE))
-            for rows in index.locate(prefix, first, end)
-        ]
+        index, extents = self.chunks.index, self.chunks.extents
+        paused = None if extents is None else extents.unreadable(now)
+        absent = []
+        for rows in index.locate(prefix, first, end):
+            lost = index.ssd[rows] == NONE
+            if paused is not None:
+                lost |= paused[index.drive[rows]]
+            absent.append((rows < 0) | ((index.dram[rows] == NONE) & lost))
         return self._plan_copies("store", prefix, first, absent, blocks, now)
 
     def promote_until(self, prefix: Prefix, end: int, now: float) -> int:
