@@ -5,6 +5,9 @@ import errno
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a drive that is full: it may have room later."""
 
+NOT_THE_DRIVE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of this process or machine, which say nothing about a drive."""
+
 _MISUSE = (
     errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG,
     errno.EINVAL,

@@ -9,11 +9,15 @@ class Metric(NamedTuple):
     help: str
     label: str = ""
     values: tuple[str, ...] = ()
-    """Values of the label; others are counted under the last one."""
+    """Values of the label; others are counted under the last one. None where it is a drive's ssd path."""
 
 
 TIERS = ("dram", "ssd")
-ERROR_REASONS = ("read_failed", "checksum", "not_found", "write_failed", "disk_full", "stale", "deadline", "other")
+ERROR_REASONS = (
+    "read_failed", "checksum", "not_found", "write_failed", "disk_full", "vanished", "stale", "deadline", "other",
+)  # fmt: skip
+DRIVE_ERRORS = ("read_failed", "checksum", "write_failed", "disk_full", "vanished", "deadline")
+"""Those of them that a drive is to blame for."""
 DROP_REASONS = ("no_slot", "hold_limit", "persist_queue_full", "ssd_full", "ssd_off", "over_budget", "not_admitted")
 
 COUNTERS: dict[str, Metric] = {
@@ -45,6 +49,12 @@ COUNTERS: dict[str, Metric] = {
     ),
     "persisted_chunks": Metric("Chunks written to SSD"),
     "ssd_written_bytes": Metric("Bytes written to SSD, over all ranks"),
+    "drive_read_bytes": Metric("Bytes read from a drive by us, over all ranks", "drive"),
+    "drive_written_bytes": Metric("Bytes written to a drive by us, over all ranks", "drive"),
+    "drive_errors": Metric("Chunks that a drive failed to read or write, or not in time", "drive"),
+    "drive_pauses": Metric("Times a drive that failed, was full or held up a load was left alone for a while", "drive"),
+    "buffered_drives": Metric("Drives opened whose file system refuses O_DIRECT, over all ranks: I/O is cached there"),
+    "drive_charged_bytes": Metric("Bytes of a drive's write budget used up by others and by the drive itself", "drive"),
     "retired_chunks": Metric("Chunks that left SSD with their segment"),
     "recovered_chunks": Metric("Chunks found on SSD when the engine started"),
     "dropped_chunks": Metric("Chunks not kept", "reason", DROP_REASONS),
@@ -64,5 +74,5 @@ def count(counts: Counts, name: str, value: int, label: str = "") -> None:
         return
     metric = COUNTERS[name]
     if metric.label:
-        name = f"{name}:{label if label in metric.values else metric.values[-1]}"
+        name = f"{name}:{label if label in metric.values or not metric.values else metric.values[-1]}"
     counts[name] = counts.get(name, 0) + value

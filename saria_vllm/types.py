@@ -224,6 +224,16 @@ class JobResult(msgspec.Struct, frozen=True, array_like=True):
     """Why the first of them failed: a label of `metrics.ERROR_REASONS`."""
 
 
+class Moved(NamedTuple):
+    """What one rank moved from and to one drive since it last said, and for how long it waited for that."""
+
+    drive: int
+    read_bytes: int
+    read_s: float
+    written_bytes: int
+    write_s: float
+
+
 class FoundChunk(NamedTuple):
     """A chunk found on SSD when an engine directory was reopened."""
 

@@ -156,7 +156,7 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, SariaWorkerMetadata):
             for result in metadata.results:
                 self._scheduler.release_blocks(result)
-            self._guard(None, self._scheduler.jobs_ended, metadata.results)
+            self._guard(None, self._scheduler.jobs_ended, metadata.results, metadata.moved)
             self._guard(None, self._scheduler.ssd.opened, metadata.opened)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

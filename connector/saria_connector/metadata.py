@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from saria_vllm.types import JobResult, LoadJob, OpenedSsd, OpenSsd, PersistJob, StoreJob
+from saria_vllm.types import JobResult, LoadJob, Moved, OpenedSsd, OpenSsd, PersistJob, StoreJob
 
 
 @dataclass
@@ -32,7 +32,8 @@ class SariaWorkerMetadata(KVConnectorWorkerMetadata):
 
     results: list[JobResult] = field(default_factory=list)
     opened: list[OpenedSsd] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, SariaWorkerMetadata)
-        return SariaWorkerMetadata(self.results + other.results, self.opened + other.opened)
+        return SariaWorkerMetadata(self.results + other.results, self.opened + other.opened, self.moved + other.moved)

@@ -169,6 +169,7 @@ class SsdOpening:
         records = [records_per_segment(shape.record_bytes, sizing.segment_bytes) for shape in sizing.shapes]
         drives = len(self._paths)
         extents = ExtentAllocator(drives, self._segments_max, records, next_segment)
+        extents.striping.labels = list(self._paths)
         for drive in range(drives):
             if not all(report.drives[drive] for report in reports):
                 logger.error("SARIA: drive %s is left out until a restart", self._paths[drive])

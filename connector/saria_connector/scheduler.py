@@ -24,7 +24,7 @@ from saria_vllm.policy.hints import KEY, parse_hints
 from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
-from saria_vllm.types import NULL_BLOCK, Ints, JobResult, LoadJob, PersistJob, StoreJob
+from saria_vllm.types import NULL_BLOCK, Ints, JobResult, LoadJob, Moved, PersistJob, StoreJob
 
 logger = logging.getLogger("vllm.saria")
 
@@ -357,9 +357,12 @@ class SchedulerSide:
             self._held_blocks -= len(held.blocks)
             self._block_pool.free_blocks(reversed(held.blocks))
 
-    def jobs_ended(self, results: Sequence[JobResult]) -> None:
-        """Take ranks' results of jobs."""
+    def jobs_ended(self, results: Sequence[JobResult], moved: Sequence[Moved] = ()) -> None:
+        """Take ranks' results of jobs, and what they moved from and to drives."""
+        self.tiers.moved(moved)
         self.tiers.finished([result for result in results if result.job_id != NO_JOB], self._clock())
+        for problem in self.tiers.take_problems():
+            logger.error("SARIA: %s", problem)
 
     def loads_failed(self, request_ids: set[str]) -> None:
         for request_id in request_ids:
@@ -376,7 +379,11 @@ class SchedulerSide:
         return bool(self._held) or self.ssd.waiting()
 
     def take_counts(self) -> Counts:
-        return self.tiers.take_counts()
+        counts = self.tiers.take_counts()
+        if self.ssd.wear is not None:
+            counts |= self.ssd.wear.counts
+            self.ssd.wear.counts = {}
+        return counts
 
     def reset_cache(self) -> bool:
         """Forget everything, before returning; False when not durably. The generation fences what is in flight."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +34,8 @@ class SariaStats(KVConnectorStats):
 
 
 class SariaPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per entry of the table, with every label value present from the start."""
+    """One Prometheus counter per entry of the table, with every label value present from the start but those of drives,
+    which come with their first increment."""
 
     def __init__(
         self,
@@ -43,10 +46,14 @@ class SariaPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[tuple[int, str], Any] = {}
+        self._by_drive: dict[tuple[int, str], Callable[[str], Any]] = {}
         for name, metric in COUNTERS.items():
             labels = [*labelnames, metric.label] if metric.label else labelnames
             counter = self._counter_cls(name=PREFIX + name, documentation=metric.help, labelnames=labels)
             for engine, engine_values in per_engine_labelvalues.items():
+                if metric.label == "drive":
+                    self._by_drive[engine, name] = functools.partial(counter.labels, *engine_values)
+                    continue
                 for value in metric.values or ("",):
                     key = f"{name}:{value}" if value else name
                     values = [*engine_values, value] if value else engine_values
@@ -54,4 +61,7 @@ class SariaPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, value in transfer_stats_data.items():
+            name, _, drive = key.partition(":")
+            if (engine_idx, name) in self._by_drive and (engine_idx, key) not in self._counters:
+                self._counters[engine_idx, key] = self._by_drive[engine_idx, name](drive)
             self._counters[engine_idx, key].inc(value)

@@ -1,4 +1,5 @@
-"""The endurance budget of this engine: a governor of SSD writes for each drive, and its state on that drive.
+"""The endurance budget of this engine: a governor of SSD writes for each drive, its state on that drive, and what the
+drive says of its wear.
 
 The state is encoded on the engine's thread and written on another one, when `SAVE_S` of steps went by or `SAVE_SHARE`
 of a day's budget was written, and at shutdown, which vLLM often leaves out: it kills its engine process at once.
@@ -9,14 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
 from saria_vllm.config import EnduranceConfig, format_bytes
 from saria_vllm.errors import StorageError
-from saria_vllm.policy.endurance import DAY_S, EnduranceState, Governor, drive_life_years
-from saria_vllm.storage.wear import device_bytes, read_state, write_state
+from saria_vllm.metrics import Counts, count
+from saria_vllm.policy.endurance import DAY_S, EnduranceState, Governor, drive_life_years, life_left_years
+from saria_vllm.policy.surcharge import Reading
+from saria_vllm.storage.smart import Smart, read_smart
+from saria_vllm.storage.wear import device_bytes, engines_with_state, on_one_device, read_state, write_state
 
 logger = logging.getLogger("vllm.saria")
 
@@ -25,6 +30,9 @@ SAVE_SHARE = 0.001
 """A crash forgets at most this, and what is written while the state is."""
 
 REPORT_S = 3600.0
+
+SMART_S = 600.0
+"""How often a drive is asked about its wear."""
 
 CLOSE_S = 5.0
 """How long a shutdown waits for a drive that hangs."""
@@ -94,6 +102,96 @@ class DriveWear:
                 logger.warning("SARIA: a drive hangs; the last minute of what was written will be forgotten")
 
 
+class DriveSmart:
+    """Asks a drive about its wear, on a thread: a drive that hangs is not asked again.
+
+    Args:
+        paths: the ssd paths on its device, the asking one first.
+        engines: how many of our engines write there.
+    """
+
+    def __init__(self, paths: Sequence[str], engine_index: int, engines: int, governor: Governor) -> None:
+        self.paths, self._index, self._governor = paths, engine_index, governor
+        self._share = 1 / engines / len(paths)
+        self._ask_at = 0.0
+        self._asking: threading.Thread | None = None
+        self._answer: tuple[Smart | str, int] | None = None
+        self._said: set[object] = set()
+        self._host: deque[tuple[float, int]] = deque()
+        """(when, bytes written by hosts) over the last 24 hours."""
+        self.smart: Smart | None = None
+        """The last answer."""
+
+    def step(self, now: float) -> int:
+        """Once per engine step. Returns the bytes that are charged to the budget."""
+        charged = 0
+        if self._answer is not None:
+            (smart, ours), self._answer = self._answer, None
+            charged = self._take(smart, ours, now)
+        if now >= self._ask_at and (self._asking is None or not self._asking.is_alive()):
+            self._ask_at = now + SMART_S
+            asking = threading.Thread(target=self._ask, args=(self._governor.written_bytes,), daemon=True)
+            try:
+                asking.start()
+            except RuntimeError:  # Too many threads here.
+                return charged
+            self._asking = asking
+        return charged
+
+    def _ask(self, mine: int) -> None:
+        smart = read_smart(self.paths[0])
+        ours = mine
+        for path in self.paths if isinstance(smart, Smart) else ():
+            for engine in engines_with_state(path):
+                if (path, engine) != (self.paths[0], self._index):
+                    ours += _written_by(path, engine)
+        self._answer = smart, ours
+
+    def _take(self, smart: Smart | str, ours: int, now: float) -> int:
+        if isinstance(smart, str):
+            if smart not in self._said:
+                self._said.add(smart)
+                logger.info("SARIA: SSD wear is known by our own count only: %s", smart)
+            return 0
+        self.smart = smart
+        self._host.append((now, smart.written_bytes))
+        while self._host[0][0] < now - DAY_S:
+            self._host.popleft()
+        if smart.critical_warning not in (0, *self._said):
+            self._said.add(smart.critical_warning)
+            logger.warning("SARIA: %s warns of its state: %#x", ", ".join(smart.disks), smart.critical_warning)
+        reading = Reading(smart.written_bytes, smart.media_bytes, ours, self._governor.written_bytes)
+        # Under a RAID a byte is written more than once: what others wrote cannot be told then.
+        return self._governor.learn(reading, self._share if len(smart.disks) == 1 else 0.0, now)
+
+    def report(self, rated_bytes_day: float) -> None:
+        """Say what the drive said, and how long it lasts at the rate of all its hosts, once that is known."""
+        if self.smart is None:
+            return
+        (first, before), (last, after) = self._host[0], self._host[-1]
+        rate = max(0, after - before) * DAY_S / (last - first) if last - first >= REPORT_S / 2 else 0.0
+        years = life_left_years(self.smart.percentage_used, self.smart.written_bytes, rate, rated_bytes_day)
+        logger.info(
+            "SARIA: %s: %d %% of its life used, %d %% spare, %s written by all hosts; own write amplification %s; at "
+            "the present rate it lasts %.1f more years",
+            ", ".join(self.smart.disks),
+            self.smart.percentage_used,
+            self.smart.spare_percent,
+            format_bytes(self.smart.written_bytes),
+            f"{self._governor.surcharge.amplification:.2f}" if self.smart.media_bytes else "not said",
+            years,
+        )
+
+
+def _written_by(path: str, engine: int) -> int:
+    """What another engine, or this one to another path, has written, by its last word."""
+    try:
+        data = read_state(path, engine)
+        return msgspec.json.decode(data, type=EnduranceState).written_bytes if data is not None else 0
+    except (StorageError, msgspec.DecodeError):
+        return 0
+
+
 class Wear:
     """The budgets of all drives in use; see the module's text.
 
@@ -117,6 +215,14 @@ class Wear:
             target, cap = config.target_dwpd * scale * size, config.hard_cap_dwpd * scale * size
             governor = Governor(target, cap, now, now - time.time() % DAY_S)
             self.drives.append(DriveWear(path, engine_index, governor, now))
+        self._rated_by_drive = [rated * size / sum(sizes) for size in sizes]
+        """Bytes per day that each drive, or what the path has of it, is rated for."""
+        self.smarts = []
+        for drive, path, beside in zip(self.drives, ssd_paths, on_one_device(ssd_paths), strict=True):
+            paths = [path, *(other for other in beside if other != path)]
+            self.smarts.append(DriveSmart(paths, engine_index, engines, drive.governor))
+        self._labels = list(ssd_paths)
+        self.counts: Counts = {}
         self._report_at = now + REPORT_S
         logger.info(
             "SARIA: this engine may write %s to SSD per day and at most %s in any 24 h (of drives rated %s, shared by "
@@ -141,14 +247,17 @@ class Wear:
 
     def step(self, now: float) -> None:
         """Once per engine step."""
-        for drive in self.drives:
+        for drive, smart, label in zip(self.drives, self.smarts, self._labels, strict=True):
             drive.step(now)
+            count(self.counts, "drive_charged_bytes", smart.step(now), label)
         if now >= self._report_at:
             self._report_at = now + REPORT_S
             self._report(now)
 
     def _report(self, now: float) -> None:
         """Say what was written and how long the drives last at this rate, taken over an hour at least."""
+        for smart, rated in zip(self.smarts, self._rated_by_drive, strict=True):
+            smart.report(rated * len(smart.paths))
         day = sum(governor.last_day_bytes(now) for governor in self.governors)
         if not day:
             return

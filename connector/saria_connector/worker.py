@@ -118,7 +118,8 @@ class WorkerSide:
         if not self._results and opened is None:
             return None
         results, self._results = self._results, []
-        return SariaWorkerMetadata(results, [opened] if opened else [])
+        moved = self._executor.take_moved() if self._executor else []
+        return SariaWorkerMetadata(results, [opened] if opened else [], moved)
 
     def shutdown(self) -> None:
         if self._executor is not None:

@@ -16,6 +16,7 @@ from saria_vllm.types import (
     FoundChunks,
     JobResult,
     LoadJob,
+    Moved,
     OpenedSsd,
     OpenSsd,
     PersistJob,
@@ -74,6 +75,8 @@ class Worker:
         """Loads of another connector to report as ended."""
         self._results: list[JobResult] = []
         self._reports: list[OpenedSsd] = []
+        self.moved: list[Moved] = []
+        """To be reported with the next results."""
         self._received: set[str] = set()
         self._failed: set[str] = set()
 
@@ -266,12 +269,14 @@ class Worker:
         for item, marks in zip(flight.job.items, flight.content, strict=True):
             self.dram[item.group, item.slot] = Content(marks, flight.generation)
 
-    def end_persist(self, job_id: int, failed: Iterable[int] = (), rank: int | None = None) -> None:
+    def end_persist(
+        self, job_id: int, failed: Iterable[int] = (), rank: int | None = None, reason: str = "write_failed"
+    ) -> None:
         flight = self.persists[job_id]
         items = flight.job.items
         for item, content in zip(items, flight.content, strict=True):
             assert self.dram[item.group, item.slot] == content, "a slot changed under a persist"
-        if self._end_rank(flight, rank, failed, "write_failed"):
+        if self._end_rank(flight, rank, failed, reason):
             del self.persists[job_id]
             for position, item in enumerate(items):
                 if position not in flight.failed:
@@ -293,7 +298,8 @@ class Worker:
     def _report(self) -> KVConnectorOutput:
         metadata = None
         if self._results or self._reports:
-            metadata = self.engine.wrap(SariaWorkerMetadata(self._results, self._reports))
+            metadata = self.engine.wrap(SariaWorkerMetadata(self._results, self._reports, self.moved))
+            self.moved = []
         output = KVConnectorOutput(
             finished_recving=(self._received | self.other_received) or None,
             failed_recving=self._failed,

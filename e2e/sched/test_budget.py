@@ -14,11 +14,12 @@ import pytest
 
 from harness import Engine, prompt
 from saria_connector import wear as wear_module
-from saria_connector.wear import SAVE_S, Wear
+from saria_connector.wear import REPORT_S, SAVE_S, SMART_S, Wear
 from saria_vllm.config import EnduranceConfig
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.endurance import DAY_S, FRESH_DAYS, EnduranceState
-from saria_vllm.policy.extents import DRIVE_PAUSE_S
+from saria_vllm.policy.striping import PAUSE_S
+from saria_vllm.storage.smart import Smart
 from saria_vllm.storage.wear import device_bytes, read_state, write_state
 
 pytestmark = pytest.mark.vllm
@@ -254,6 +255,7 @@ def test_local_engines_share_the_budget_and_the_drives_size_is_the_default(tmp_p
 
 def test_each_drive_has_the_budget_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wear_module, "device_bytes", lambda paths: [10**9 * (1 + int(path[-1])) for path in paths])
+    monkeypatch.setattr(wear_module, "on_one_device", lambda paths: [[path] for path in paths])
     paths = [f"{tmp_path}/{drive}" for drive in range(3)]
     by_size = Wear(EnduranceConfig(), paths, 0, 0, 1, 5.0).governors
     assert [governor.budget_bytes_day for governor in by_size] == pytest.approx([0.75e9, 1.5e9, 2.25e9])
@@ -272,11 +274,11 @@ def test_no_drive_gets_more_than_its_own_budget(make: Make, tmp_path: Path) -> N
     engine.serve("first", prompt(20, seed=90))
     wear, extents = engine.side.ssd.wear, engine.side.tiers.chunks.extents
     assert wear is not None and extents is not None
-    extents.pause(1, engine.now)
+    extents.striping.failed(1, False, engine.now)
     each = FIRST_CHUNKS // 2
     assert fill(engine) == each
     assert [governor.written_bytes // RECORD_BYTES for governor in wear.governors] == [each, 0]
-    engine.now += DRIVE_PAUSE_S
+    engine.now += PAUSE_S
     assert fill(engine, seed=50) == each
     assert [governor.written_bytes // RECORD_BYTES for governor in wear.governors] == [each, each]
     engine.close()
@@ -302,7 +304,130 @@ def test_admission_is_as_generous_as_the_drive_with_most_left_allows(make: Make,
         return budget.strictness
 
     assert strictness() == left.threshold(engine.now) < 0.99 < spent.threshold(engine.now)
-    extents.pause(1, engine.now)
+    extents.striping.failed(1, False, engine.now)
     assert strictness() == spent.threshold(engine.now), "the other is not written to"
     extents.leave_out(0)
     assert evictor._budget(engine.now) == (1.0, 0)
+
+
+# What drives say of their wear.
+
+
+class Smarts:
+    """A drive under every path, that others write to."""
+
+    def __init__(self) -> None:
+        self.smart: Smart | str = Smart(("/dev/nvme0n1",), 10**12, 0, 7, 100, 0)
+        self.asked: list[str] = []
+
+    def __call__(self, path: str) -> Smart | str:
+        self.asked.append(path)
+        return self.smart
+
+    def add(self, nbytes: int, warning: int = 0) -> None:
+        assert isinstance(self.smart, Smart)
+        written = self.smart.written_bytes + nbytes
+        self.smart = msgspec.structs.replace(self.smart, written_bytes=written, critical_warning=warning)
+
+
+def ask(engine: Engine) -> None:
+    """The drive is asked again, and what it said is taken."""
+    wear = engine.side.ssd.wear
+    assert wear is not None
+    engine.now += SMART_S
+    wear.step(engine.now)
+    await_answers(wear)
+    wear.step(engine.now)
+
+
+def await_answers(wear: Wear) -> None:
+    deadline = time.monotonic() + 10
+    while any(smart._answer is None for smart in wear.smarts):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_what_others_write_to_the_drive_leaves_less_for_us(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    smarts = Smarts()
+    monkeypatch.setattr(wear_module, "read_smart", smarts)
+    engine = make(**small(tmp_path))
+    ask(engine)
+    smarts.add((FIRST_CHUNKS - 3) * RECORD_BYTES)
+    ask(engine)
+    wear = engine.side.ssd.wear
+    assert wear is not None
+    accrued = 0.75 * RATED_BYTES * 1.2 * 2 * SMART_S / DAY_S
+    assert 3 <= fill(engine) <= 3 + 1 + accrued / RECORD_BYTES < FIRST_CHUNKS
+    charged = engine.counted(f"drive_charged_bytes:{tmp_path}/ssd")
+    assert charged == (FIRST_CHUNKS - 3) * RECORD_BYTES
+    # Our own bytes are no others': the drive has them, too.
+    smarts.add(wear.written_bytes, warning=4)
+    ask(engine)
+    engine.serve("another", prompt(20, seed=90))
+    assert engine.counted(f"drive_charged_bytes:{tmp_path}/ssd") == charged
+    assert any("/dev/nvme0n1 warns of its state: 0x4" in line for line in said)
+    engine.now += REPORT_S
+    ask(engine)
+    assert any("7 % of its life used" in line and "amplification not said" in line for line in said)
+
+
+def test_a_second_path_on_the_drive_is_ours_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As are other engines': what they wrote is in their files."""
+    smarts, paths = Smarts(), [f"{tmp_path}/a", f"{tmp_path}/b"]
+    monkeypatch.setattr(wear_module, "read_smart", smarts)
+    for path in paths:
+        Path(path).mkdir()
+    wear = Wear(EnduranceConfig(rated_capacity=10**12), paths, 0, 0, 2, 0.0)
+
+    def read(now: float) -> list[int]:
+        for smart in wear.smarts:
+            smart.step(now)
+        await_answers(wear)
+        return [smart.step(now) for smart in wear.smarts]
+
+    assert read(0.0) == [0, 0]
+    for governor, drive in zip(wear.governors, wear.drives, strict=True):
+        governor.spend(10**9, 1.0)
+        drive.save(1.0)
+        drive.wait(time.monotonic() + 5)
+    sibling = msgspec.json.decode(read_state(paths[0], 0) or b"", type=EnduranceState)
+    sibling.written_bytes = 5 * 10**9
+    write_state(paths[0], 1, msgspec.json.encode(sibling))
+    smarts.add(7 * 10**9 + 4 * 10**9)
+    # The others' 4 GB: over two engines, over two paths.
+    assert read(SMART_S) == [10**9, 10**9]
+
+
+def test_a_drive_that_says_nothing_is_said_once(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    smarts = Smarts()
+    smarts.smart = "/dev/nvme0n1: Permission denied"
+    monkeypatch.setattr(wear_module, "read_smart", smarts)
+    engine = make(**small(tmp_path))
+    for _ in range(3):
+        ask(engine)
+    assert sum("own count only: /dev/nvme0n1: Permission denied" in line for line in said) == 1
+    assert fill(engine) >= FIRST_CHUNKS
+
+
+def test_a_drive_that_hangs_is_not_asked_twice(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, asked = threading.Event(), []
+
+    def hangs(path: str) -> str:
+        asked.append(path)
+        go_on.wait(20)
+        return "late"
+
+    monkeypatch.setattr(wear_module, "read_smart", hangs)
+    engine = make(**small(tmp_path))
+    for _ in range(5):
+        engine.now += SMART_S
+        engine.serve(f"{engine.now}", prompt(20, seed=1))
+    assert len(asked) == 1
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 5, "and holds up no shutdown"
+    go_on.set()

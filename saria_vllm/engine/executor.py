@@ -32,6 +32,7 @@ from saria_vllm.types import (
     JobResult,
     LoadJob,
     LoadPart,
+    Moved,
     OpenedSsd,
     OpenSsd,
     PersistJob,
@@ -130,9 +131,11 @@ class Executor:
             self._ends.items(state, on_ssd, "not_found")
             on_ssd = []
         reads: dict[SsdThread, list[Read]] = {}
-        for position in on_ssd:
-            thread = next(self._readers[int(drives[position]) % len(self._readers)])
-            reads.setdefault(thread, []).append(Read(state, position))
+        sizes = [self._shapes[part.group].record_bytes for part in job.parts for _ in part.keys]
+        places = {position: (int(drives[position]) % len(self._readers), sizes[position]) for position in on_ssd}
+        for position, (drive, _) in places.items():
+            reads.setdefault(next(self._readers[drive]), []).append(Read(state, position))
+        self._ends.begin_reads(state, places, time.monotonic())
         for thread, ops in reads.items():
             thread.submit(ops)
         in_dram = _in_dram(job)
@@ -153,7 +156,10 @@ class Executor:
         if not self._ssd:
             self._ends.job(JobResult(job.job_id, tuple(range(job.chunks)), "not_found"))
             return
-        state = PersistState(job, self._ends.generation)
+        state = PersistState(
+            job, self._ends.generation, job.drive % len(self._readers), self._shapes[job.group].record_bytes
+        )
+        self._ends.begin_writes(state, time.monotonic())
         self._writer(job.drive).submit([Write(state, position) for position in range(job.chunks)])
 
     def retire(self, drive: int, segment: int) -> None:
@@ -168,6 +174,10 @@ class Executor:
             if state.generation != self._ends.generation:
                 state.failed, state.reason = list(_all_positions(state.job)), "stale"
         return results, loads, counts, messages
+
+    def take_moved(self) -> list[Moved]:
+        """What was read from and written to drives since the last call."""
+        return self._ends.take_moved(time.monotonic())
 
     def take_opened(self) -> OpenedSsd | None:
         """The result of `open_ssd`, once."""
@@ -211,6 +221,7 @@ class Executor:
             for number in range(drives * (self._io_threads or (2 if len(self._cpus) >= 8 else 1))):
                 threads.append(self._start_ssd(number, store))
             self._say_notes(store.notes)
+            self._ends.count("buffered_drives", sum(drive is not None and not drive.direct for drive in store.drives))
             with self._wake:
                 if self._closing:
                     raise StorageError("closed while it was opening")

@@ -4,21 +4,56 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Collection, Iterable
 
 from saria_vllm.metrics import Counts, count
-from saria_vllm.types import JobResult, LoadJob, PersistJob
+from saria_vllm.types import JobResult, LoadJob, Moved, PersistJob
 
 LOAD_DEADLINE_S = 30.0
 """A load that takes longer ends as failed: a drive that hangs must not hang a request."""
 
 
+class Meter:
+    """Bytes that were moved in one direction, and how long there was something to move. Guarded by `Ends`."""
+
+    __slots__ = ("_begun", "_bytes", "_seconds", "_under_way")
+
+    def __init__(self) -> None:
+        self._bytes = self._under_way = 0
+        self._seconds = self._begun = 0.0
+
+    def begin(self, records: int, now: float) -> None:
+        if not self._under_way:
+            self._begun = now
+        self._under_way += records
+
+    def end(self, records: int, nbytes: int, now: float) -> None:
+        """Records ended, with so many bytes moved."""
+        self._bytes += nbytes
+        self._under_way -= records
+        assert self._under_way >= 0
+        if not self._under_way:
+            self._seconds += now - self._begun
+
+    def take(self, now: float) -> tuple[int, float]:
+        """Bytes and seconds since the last call."""
+        if self._under_way:
+            self._seconds += now - self._begun
+            self._begun = now
+        taken = self._bytes, self._seconds
+        self._bytes, self._seconds = 0, 0.0
+        return taken
+
+
 class LoadState:
     """A load in flight on this rank."""
 
-    __slots__ = ("deadline", "failed", "generation", "items_left", "job", "reason", "writers")
+    __slots__ = ("deadline", "failed", "generation", "items_left", "job", "on_drive", "reason", "writers")
 
     def __init__(self, job: LoadJob, generation: int, now: float) -> None:
+        self.on_drive: dict[int, tuple[int, int]] = {}
+        """Of the positions that are being read from SSD and have not ended: drive and record bytes."""
         self.job, self.generation = job, generation
         self.items_left = set(range(job.chunks or 1))
         """Positions that have not ended; a load without items has one to end all the same."""
@@ -32,9 +67,10 @@ class LoadState:
 class PersistState:
     """A persist job in flight on this rank. Only the thread that writes it touches it."""
 
-    __slots__ = ("failed", "generation", "items", "job_id", "left", "reason")
+    __slots__ = ("drive", "failed", "generation", "items", "job_id", "left", "reason", "record_bytes")
 
-    def __init__(self, job: PersistJob, generation: int) -> None:
+    def __init__(self, job: PersistJob, generation: int, drive: int, record_bytes: int) -> None:
+        self.drive, self.record_bytes = drive, record_bytes
         self.job_id, self.items, self.generation = job.job_id, job.items, generation
         """The generation in which the slots were filled."""
         self.left = job.chunks
@@ -56,6 +92,8 @@ class Ends:
         self._counts: Counts = {}
         self.said: set[str] = set()
         self._messages: list[str] = []
+        self._meters: dict[int, tuple[Meter, Meter]] = {}
+        """By drive: of reads and writes."""
 
     def job(self, result: JobResult) -> None:
         """A store or persist job ended."""
@@ -68,6 +106,8 @@ class Ends:
         if reason:
             state.failed.append(position)
             state.reason = state.reason or reason
+        with self._lock:
+            self._meter(state.drive)[1].end(1, 0 if reason else state.record_bytes, time.monotonic())
         if not state.left:
             self.job(JobResult(state.job_id, tuple(state.failed), state.reason))
 
@@ -77,6 +117,30 @@ class Ends:
         with self._lock:
             self._live[state] = None
         return state
+
+    def begin_reads(self, state: LoadState, drives: dict[int, tuple[int, int]], now: float) -> None:
+        """Positions of a load are about to be read from these drives, in records of so many bytes."""
+        with self._lock:
+            state.on_drive = drives
+            for drive, _ in drives.values():
+                self._meter(drive)[0].begin(1, now)
+
+    def begin_writes(self, state: PersistState, now: float) -> None:
+        """A persist job was submitted."""
+        with self._lock:
+            self._meter(state.drive)[1].begin(state.left, now)
+
+    def take_moved(self, now: float) -> list[Moved]:
+        """What was moved since the last call."""
+        with self._lock:
+            moved = [Moved(drive, *read.take(now), *write.take(now)) for drive, (read, write) in self._meters.items()]
+        return [one for one in moved if one.read_s or one.write_s]
+
+    def _meter(self, drive: int) -> tuple[Meter, Meter]:
+        meters = self._meters.get(drive)
+        if meters is None:
+            meters = self._meters[drive] = Meter(), Meter()
+        return meters
 
     def is_wanted(self, state: LoadState) -> bool:
         """Whether a load has not ended and no reset will fail it: ask before reading for it."""
@@ -101,13 +165,24 @@ class Ends:
             if state not in self._live:
                 return
             state.items_left.difference_update(positions)
+            self._end_reads(state, positions, not reason)
             if reason:
                 state.failed.extend(positions)
                 state.reason = state.reason or reason
             if not state.items_left:
                 self._end(state)
 
+    def _end_reads(self, state: LoadState, positions: Iterable[int], well: bool) -> None:
+        if not state.on_drive:
+            return
+        now = time.monotonic()
+        for position in positions:
+            if (place := state.on_drive.pop(position, None)) is not None:
+                drive, record_bytes = place
+                self._meter(drive)[0].end(1, record_bytes if well else 0, now)
+
     def _end(self, state: LoadState) -> None:
+        self._end_reads(state, tuple(state.on_drive), False)
         del self._live[state]
         self._loads.append(state)
 

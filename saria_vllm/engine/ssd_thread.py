@@ -13,7 +13,7 @@ from saria_vllm.engine.jobs import Ends, LoadState, PersistState, pin_this_threa
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import SsdEngine
 from saria_vllm.engine.staging import Staging
-from saria_vllm.errors import NO_ROOM, SariaError
+from saria_vllm.errors import NO_ROOM, NOT_THE_DRIVE, SariaError
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import GroupShape
 
@@ -144,14 +144,28 @@ class SsdThread:
         try:
             step(*args)
         except OSError as error:
-            full = error.errno in NO_ROOM
-            default = "read_failed" if isinstance(op, Read) else "write_failed"
-            self._fail(op, "disk_full" if full else default, error)
+            self._fail(op, self._reason(op, error), error)
         except SariaError as error:
             self._fail(op, "not_found", error)
         except Exception as error:
             self._ends.count("internal_errors", 1)
             self._fail(op, "other", error)
+
+    def _reason(self, op: Read | Write | Retire, error: OSError) -> str:
+        """What a failed operation says about its drive."""
+        if error.errno in NO_ROOM:
+            return "disk_full"
+        if error.errno in NOT_THE_DRIVE:
+            return "other"
+        match op:
+            case Read(state, position):
+                reason, extent = "read_failed", state.job.item(position).extent
+            case Write(writing, position):
+                reason, extent = "write_failed", writing.items[position].extent
+            case Retire():
+                return "other"
+        assert extent is not None
+        return reason if self._store.is_there(extent.drive) else "vanished"
 
     def _start(self, op: Read | Write | Retire) -> None:
         if self._broken and not isinstance(op, Retire):

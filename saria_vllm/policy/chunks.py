@@ -11,7 +11,7 @@ import itertools
 
 import numpy as np
 
-from saria_vllm.metrics import Counts
+from saria_vllm.metrics import DRIVE_ERRORS, Counts, count
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.ghosts import Ghosts
 from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Prefix, Rows, pick
@@ -103,6 +103,41 @@ class Chunks:
         index = self.index
         index.ssd[rows] = NONE
         index.extent[rows] = -1
+
+    def lose_ssd(self, rows: Rows) -> None:
+        """Their records went with their segments."""
+        if rows.size:
+            self.clear_ssd(rows)
+            self.settle(rows)
+            count(self.counts, "retired_chunks", len(rows))
+
+    def reads_failed(self, rows: Rows, extents: Ints, reason: str, now: float) -> None:
+        """Records of these rows, of any drives, could not be read by a load."""
+        if reason != "deadline":  # They may be good: their drive is avoided for a while, and they are not lost.
+            for row, extent in zip(rows.tolist(), extents, strict=True):
+                self.drop_bad_record(row, extent)
+        drives = np.unique(extents[:, 0]).tolist()
+        if reason == "vanished" and len(drives) > 1:
+            reason = "read_failed"  # One of them is gone: writes will tell which.
+        for drive in drives:
+            self.drive_failed(extents[extents[:, 0] == drive], reason, now, reading=True)
+
+    def drive_failed(self, extents: Ints, reason: str, now: float, reading: bool = False) -> None:
+        """Records of one drive, rows of (drive, segment, record), could not be written or read. What is doubtful with
+        them goes: their segments where the drive failed, all where its directory is gone. Where it is full its oldest
+        goes."""
+        assert self.extents is not None
+        drive, striping = int(extents[0, 0]), self.extents.striping
+        if reason in DRIVE_ERRORS:
+            striping.count(drive, "drive_errors", len(extents))
+        if reason == "deadline":
+            self.extents.pause_reads(drive, now)
+        elif reason == "vanished":
+            self.lose_ssd(self.extents.lose_drive(drive))
+        elif reason == "disk_full":
+            self.lose_ssd(self.extents.full(extents, now))
+        elif reason in ("read_failed", "write_failed"):
+            self.lose_ssd(self.extents.failed(extents, reading, now))
 
     def drop_bad_record(self, row: int, extent: Ints) -> None:
         """Never offer a bad record again; the row may have been given a better copy meanwhile."""

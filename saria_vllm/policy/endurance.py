@@ -3,7 +3,8 @@
 While a day's demand fits into what is left of its budget, admission is as generous as can be. Where it does not, the
 budget is planned along the demand of the days before: when a fifth of what a day usually asks for has come, about a
 fifth may be spent, and the admission threshold rises smoothly as what the plan allows goes. Unused budget is kept, up
-to a day's worth, and given out little by little. A hard cap over any 24 hours stands above.
+to a day's worth, and given out little by little. A hard cap over any 24 hours stands above. What others write to the
+drive and what the drive adds itself is charged, where it is known (`surcharge.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections import deque
 from typing import Annotated
 
 import msgspec
+
+from saria_vllm.policy.surcharge import Reading, Surcharge, SurchargeState
 
 DAY_S = 86_400.0
 
@@ -53,10 +56,17 @@ _PARTS = 96
 _LAST_PART = math.nextafter(_PARTS, 0)
 """The end of a day: a difference of times may round to the whole of it."""
 
+CHARGED_MAX = 0.9
+"""Of a day's budget, that may be charged for others: a tier that writes nothing is of no use, and what a drive says may
+be wrong."""
+
 _BIN_S = 300.0
 
 RATED_YEARS = 5.0
 """What a drive's rated writes per day are meant for."""
+
+USED_MIN_PERCENT = 3
+"""Of a drive's life, from which on it is known well enough what a byte takes of it: drives say whole percents."""
 
 
 _EXABYTE = 2**60
@@ -86,6 +96,9 @@ class EnduranceState(msgspec.Struct):
     """In all."""
     bins: list[tuple[_Seconds, _Written]]
     """(begin, bytes) of the last 24 hours."""
+    charged_bytes: _Written = 0
+    """In this day, for others and for the drive: in `spent_bytes`, and not in `written_bytes`."""
+    surcharge: SurchargeState | None = None
 
 
 class Governor:
@@ -111,6 +124,8 @@ class Governor:
         self._spent = self._level(self._due()) - FRESH_DAYS * budget_bytes_day
         self._bins: deque[tuple[float, int]] = deque()
         self._last_day = 0
+        self._charged = 0
+        self.surcharge = Surcharge(budget_bytes_day)
         self.written_bytes = 0
         self.strictest = 0.0
         """The highest threshold that was asked for."""
@@ -135,6 +150,7 @@ class Governor:
             self._asked = [0.0] * _PARTS
             self._expect()
         self._spent = self._joined = 0.0
+        self._charged = 0
 
     def _day(self) -> list[float]:
         """This day's demand by part. What came before it was counted is taken to be the usual; where nothing is usual
@@ -197,7 +213,8 @@ class Governor:
         self._advance(now)
         due = self._due()
         level, left = self._level(due), self._level(1.0)
-        return max(0, int(min(left + self._tightness(due) * (level - left), self.cap_bytes_day - self._last_day)))
+        capped = self.cap_bytes_day - self._last_day - self._charged
+        return max(0, int(min(left + self._tightness(due) * (level - left), capped)))
 
     def spend(self, nbytes: int, now: float) -> None:
         """Bytes are being written; `room` allowed them."""
@@ -211,6 +228,16 @@ class Governor:
         else:
             self._bins.append((begin, nbytes))
 
+    def learn(self, reading: Reading, share: float, now: float) -> int:
+        """The drive was asked what was written to it; `share` of what others wrote is this budget's. Returns the bytes
+        that are charged for that and for what the drive added to our own."""
+        self._advance(now)
+        left = int(CHARGED_MAX * self.budget_bytes_day) - self._charged
+        nbytes = max(0, min(self.surcharge.learn(reading, share, self._now), left))
+        self._charged += nbytes
+        self._spent += nbytes
+        return nbytes
+
     def last_day_bytes(self, now: float) -> int:
         """Written in the last 24 hours."""
         self._advance(now)
@@ -223,7 +250,7 @@ class Governor:
         bins = [(begin + shift, nbytes) for begin, nbytes in self._bins]
         return EnduranceState(
             wall_s, self._day_began + shift, self._spent, self._kept, self._drawn, self._joined, self._usual,
-            self._asked, self.written_bytes, bins,
+            self._asked, self.written_bytes, bins, self._charged, self.surcharge.state(shift),
         )  # fmt: skip
 
     def restore(self, state: EnduranceState, now: float, wall_s: float) -> None:
@@ -239,6 +266,9 @@ class Governor:
         self.written_bytes += state.written_bytes
         self._bins.extendleft((begin + shift, nbytes) for begin, nbytes in reversed(state.bins))
         self._last_day += sum(nbytes for _, nbytes in state.bins)
+        self._charged = state.charged_bytes
+        if state.surcharge is not None:
+            self.surcharge.restore(state.surcharge, shift, now - DAY_S)
         day = self._day_began
         self._advance(now)
         if self._day_began > day:
@@ -259,3 +289,16 @@ def drive_life_years(bytes_day: float, rated_bytes_day: float) -> float:
     """Years until drives have written what they are rated for: rated bytes per day over `RATED_YEARS`, at this rate.
     Infinite when nothing is written."""
     return RATED_YEARS * rated_bytes_day / bytes_day if bytes_day else float("inf")
+
+
+def life_left_years(percentage_used: int, written_bytes: int, bytes_day: float, rated_bytes_day: float) -> float:
+    """Years until a drive's life is used up while hosts write so many bytes per day.
+
+    By what the drive says it has used up for what was written to it so far (which has its own write amplification in
+    it), once that is some percent; before by its rating over `RATED_YEARS`. Infinite when nothing is written.
+    """
+    life_bytes = RATED_YEARS * 365 * rated_bytes_day
+    if percentage_used >= USED_MIN_PERCENT:
+        life_bytes = written_bytes * 100 / percentage_used
+    left = max(0, 100 - percentage_used) / 100
+    return life_bytes * left / bytes_day / 365 if bytes_day else float("inf")

@@ -37,7 +37,7 @@ class Evictor:
         """Bound what is written per day, by drive; none: no bound."""
         self._persist_bytes_max = persist_bytes_max
         self._persist_bytes: dict[int, int] = {}
-        """On their way to SSD, by drive: each drive has its share of the bound, so one that hangs holds up no other."""
+        """On their way to SSD, by drive: each has its share of the bound, so one that hangs holds up no other."""
         self._evicting = [0] * len(shapes)
         """Slots that writes in flight will free, by group."""
         self._wanted: dict[int, None] = {}
@@ -182,13 +182,15 @@ class Evictor:
                 count(self._chunks.counts, "admission", times, REASONS[number].name)
 
     def _room_by_drive(self, group: int) -> list[int]:
-        """How many more chunks may be on their way to each drive; a single one always may."""
+        """How many more chunks may be on their way to each drive, by what it should get of them; a single one always
+        may."""
         extents, nbytes = self._chunks.extents, self._shapes[group].record_bytes
-        drives = extents.drives if extents is not None else 1
+        weights = extents.striping.weights() if extents is not None else [1.0]
+        total = sum(weights)
         room = []
-        for drive in range(drives):
+        for drive, weight in enumerate(weights):
             under_way = self._persist_bytes.get(drive, 0)
-            left = (self._persist_bytes_max // drives - under_way) // nbytes
+            left = (int(self._persist_bytes_max * weight / total) - under_way) // nbytes
             room.append(max(0, left) if under_way else max(1, left))
         return room
 
@@ -213,10 +215,7 @@ class Evictor:
         if not rows.size:
             return []
         extents, lost = chunks.extents.take(group, len(rows), room, now)
-        if lost.size:
-            chunks.clear_ssd(lost)
-            chunks.settle(lost)
-            count(chunks.counts, "retired_chunks", len(lost))
+        chunks.lose_ssd(lost)
         count(chunks.counts, "dropped_chunks", len(rows) - len(extents), "ssd_full")
         rows = rows[: len(extents)]
         for drive, governor in enumerate(self.governors):
@@ -255,8 +254,7 @@ class Evictor:
             self._under_way(job, -self._shapes[group].record_bytes)
             if job.failed:
                 count(chunks.counts, "errors", len(job.failed), job.reason)
-                if job.reason in ("write_failed", "disk_full"):
-                    extents.pause(int(job.extents[0, 0]), now)
+                chunks.drive_failed(job.extents[sorted(job.failed)], job.reason, now)
             if job.stale:
                 self._jobs.give_back(job, chunks.slots)
             else:
@@ -273,6 +271,7 @@ class Evictor:
         assert chunks.extents is not None
         bad = index.dram[rows] == BAD
         bad[list(job.failed)] = True
+        bad |= chunks.extents.given_up(job.extents)
         chunks.clear_ssd(rows[bad])
         index.ssd[rows[~bad]] = VALID
         chunks.extents.filled(job.extents[~bad], rows[~bad])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from saria_vllm.policy.index import NO_ROWS, Mask, Rows
+from saria_vllm.policy.striping import Striping
 from saria_vllm.types import Extent, Ints
 
-DRIVE_PAUSE_S = 10.0
-"""How long a drive that failed a write gets no writes."""
-
-READS_PAUSE_S = 60.0
-"""How long nothing is read from a drive that held up a load until its deadline."""
+GROWTH_S = 60.0
+"""On a drive that was full before its cap was reached one more segment is tried so often."""
 
 
 class Segment:
@@ -31,7 +28,7 @@ class Segment:
         self.busy = 0
         """Writes and reads in flight; a busy segment is never retired."""
         self.orphan = False
-        """From before a reset: retired when its last job ends."""
+        """From before a reset, or failed: nothing of it is used, and it is retired when its last job ends."""
 
 
 class ExtentAllocator:
@@ -49,11 +46,10 @@ class ExtentAllocator:
         self._by_drive: list[dict[int, Segment]] = [{} for _ in range(drives)]
         """Segments of each drive, oldest first."""
         self._open: dict[tuple[int, int], Segment] = {}
-        self._paused_until = [0.0] * drives
-        self._reads_paused_until = [0.0] * drives
-        self._left_out: set[int] = set()
+        self._full: dict[int, tuple[int, float]] = {}
+        """Of a drive that was full below the cap: the segments there was room for, and when that was."""
+        self.striping = Striping(drives)
         self._next_segment = next_segment
-        self._turn = 0
         self.retired: list[tuple[int, int]] = []
         """(drive, segment) whose files must go; drained by the scheduler before newer writes are sent."""
 
@@ -71,38 +67,42 @@ class ExtentAllocator:
     def take(self, group: int, count: int, room: Sequence[int], now: float) -> tuple[Ints, Rows]:
         """Records to write as rows of (drive, segment, record), and the rows that lost their SSD copy to make room.
 
-        The drives take turns, so that a prefix is read from all of them; each takes at most `room[drive]`. Fewer than
-        `count` when no drive takes more.
+        A prefix is spread over all drives, see `Striping`; each takes at most `room[drive]`. Fewer than `count` when no
+        drive takes more.
         """
-        taken, nth = [np.empty((0, 3), np.int32)], [np.empty(0, np.int64)]
-        lost = [NO_ROWS]
-        left = list(room)
-        turns = [(self._turn + number) % self.drives for number in range(self.drives)]
-        writable = self.writable(now)
-        drives = [drive for drive in turns if writable[drive] and room[drive] > 0 and self._records[group]]
-        self._turn += count
-        while count and drives:
-            share = -(-count // len(drives))
-            for drive in tuple(drives):
-                wanted = min(share, count, left[drive])
-                extents = self._take_from(drive, group, wanted, lost)
-                before = room[drive] - left[drive]
-                taken.append(extents)
-                nth.append(np.arange(before, before + len(extents)))
-                left[drive] -= len(extents)
-                count -= len(extents)
-                if len(extents) < wanted or not left[drive]:
-                    drives.remove(drive)
-        in_turns = np.argsort(np.concatenate(nth), kind="stable")
-        return np.concatenate(taken)[in_turns], np.concatenate(lost)
+        taken, lost = [np.empty((0, 3), np.int32)], [NO_ROWS]
+        writable = self.striping.writable(now)
+        left = {drive: room[drive] for drive in range(self.drives) if writable[drive] and self._records[group]}
+        given = dict.fromkeys(left, 0)
+        while count and (left := {drive: chunks for drive, chunks in left.items() if chunks > 0}):
+            order = self.striping.spread(count, left)
+            extents, had = np.empty((len(order), 3), np.int32), np.zeros(len(order), np.bool_)
+            for drive in tuple(left):
+                mine = (order == drive).nonzero()[0]
+                found = self._take_from(drive, group, len(mine), self._cap(drive, now), lost)
+                extents[mine[: len(found)]] = found
+                had[mine[: len(found)]] = True
+                given[drive] += len(found)
+                left[drive] = left[drive] - len(found) if len(found) == len(mine) else 0
+            taken.append(extents[had])
+            count -= int(had.sum())
+        self.striping.gave(given)
+        return np.concatenate(taken), np.concatenate(lost)
 
     def group_of(self, extent: Extent) -> int:
         """The group of an extent that is in use."""
         return self.segment(extent).group
 
-    def _take_from(self, drive: int, group: int, count: int, lost: list[Rows]) -> Ints:
+    def _cap(self, drive: int, now: float) -> int:
+        """Segments that a drive may have now."""
+        if drive not in self._full:
+            return self._segments_max
+        segments, since = self._full[drive]
+        return min(self._segments_max, segments + int((now - since) / GROWTH_S))
+
+    def _take_from(self, drive: int, group: int, count: int, cap: int, lost: list[Rows]) -> Ints:
         runs = [np.empty((0, 3), np.int32)]
-        while count and (segment := self._open.get((drive, group)) or self._new_segment(drive, group, lost)):
+        while count and (segment := self._open.get((drive, group)) or self._new_segment(drive, group, cap, lost)):
             some = min(count, len(segment.rows) - segment.used)
             run = np.empty((some, 3), np.int32)
             run[:, 0], run[:, 1], run[:, 2] = drive, segment.id, np.arange(segment.used, segment.used + some)
@@ -114,9 +114,9 @@ class ExtentAllocator:
                 del self._open[drive, group]
         return np.concatenate(runs)
 
-    def _new_segment(self, drive: int, group: int, lost: list[Rows]) -> Segment | None:
+    def _new_segment(self, drive: int, group: int, cap: int, lost: list[Rows]) -> Segment | None:
         segments = self._by_drive[drive]
-        while len(segments) >= self._segments_max:
+        while len(segments) >= cap:
             idle = [segment for segment in segments.values() if not segment.busy]
             if not idle:
                 return None
@@ -159,34 +159,77 @@ class ExtentAllocator:
             if segment.orphan and not segment.busy:
                 self._retire(segment)
 
-    def pause(self, drive: int, now: float) -> None:
-        """Send a drive that failed a write nothing for `DRIVE_PAUSE_S`."""
-        self._paused_until[drive] = now + DRIVE_PAUSE_S
+    def failed(self, extents: Ints, reading: bool, now: float) -> Rows:
+        """A drive failed to read or write these records: pause it, and give up their segments. Nothing is read from or
+        written to those any more, and they are retired when their last job ends. Returns the rows that lost their SSD
+        copy."""
+        drive = int(extents[0, 0])
+        found = [self._by_drive[drive].get(number) for _, number, _ in _by_segment(extents)]
+        segments = [segment for segment in found if segment is not None and not segment.orphan]
+        if segments:
+            self.striping.failed(drive, reading, now)
+        return np.concatenate([NO_ROWS, *map(self._give_up, segments)])
+
+    def _give_up(self, segment: Segment) -> Rows:
+        lost: Rows = segment.rows[segment.rows >= 0]
+        segment.rows[:] = -1
+        segment.used = len(segment.rows)
+        segment.orphan = True
+        if self._open.get((segment.drive, segment.group)) is segment:
+            del self._open[segment.drive, segment.group]
+        if not segment.busy:
+            self._retire(segment)
+        return lost
+
+    def given_up(self, extents: Ints) -> Mask:
+        """Which records, rows of (drive, segment, record), are in segments that were given up."""
+        given_up = np.zeros(len(extents), np.bool_)
+        for drive, number, _ in _by_segment(extents):
+            if self._by_drive[drive][number].orphan:
+                given_up |= (extents[:, 0] == drive) & (extents[:, 1] == number)
+        return given_up
+
+    def full(self, extents: Ints, now: float) -> Rows:
+        """A drive had no room for these records, though it is below its cap: others use it, too. It is paused, and its
+        oldest segment makes room for one; more than there were are tried later, one by one. Those of the records'
+        segments that have nothing to read go, too: their files may not even be there. Returns the rows that lost their
+        SSD copy."""
+        drive = int(extents[0, 0])
+        segments = self._by_drive[drive]
+        lost = [self._give_up(segments[number]) for _, number, _ in _by_segment(extents)
+                if number in segments and not (segments[number].rows >= 0).any()]  # fmt: skip
+        if self.striping.full(drive, now):
+            kept = [segment for segment in segments.values() if not segment.orphan]
+            self._full[drive] = max(1, len(kept)), now
+            lost += [self._give_up(segment) for segment in [segment for segment in kept if not segment.busy][:1]]
+        return np.concatenate([NO_ROWS, *lost])
+
+    def lose_drive(self, drive: int) -> Rows:
+        """A drive's directory is gone: use it no more. Returns the rows that lost their SSD copy."""
+        self.striping.lose(drive)
+        return np.concatenate([NO_ROWS, *map(self._give_up, tuple(self._by_drive[drive].values()))])
 
     def writable(self, now: float) -> list[bool]:
         """By drive: whether it is written to."""
-        return [now >= until for until in self._paused_until]
+        return self.striping.writable(now)
 
     def pause_reads(self, drive: int, now: float) -> None:
-        """Offer nothing from a drive that held up a load, for `READS_PAUSE_S`."""
-        self._reads_paused_until[drive] = now + READS_PAUSE_S
+        """Offer nothing from a drive that held up a load for a while."""
+        self.striping.late(drive, now)
 
     def unreadable(self, now: float) -> Mask | None:
         """By drive: whether its reads are paused. None when no drive's are."""
-        if max(self._reads_paused_until) <= now:
-            return None
-        return np.array(self._reads_paused_until) > now
+        return self.striping.unreadable(now)
 
     def leave_out(self, drive: int) -> None:
         """Never use a drive: some rank could not open it. What other ranks have there is neither used nor retired."""
-        self._left_out.add(drive)
-        self.pause(drive, math.inf)
+        self.striping.leave_out(drive)
 
     def adopt(self, extents: Ints, group: int, rows: Rows) -> Mask:
         """Take over records found on SSD. Returns which of them fit this configuration, each place once."""
         drive, segment, record = extents.T
         fits: Mask = (drive >= 0) & (drive < self.drives) & (record >= 0) & (record < self._records[group])
-        fits &= ~np.isin(drive, list(self._left_out))
+        fits &= ~np.isin(drive, list(self.striping.left_out))
         places = drive.astype(np.int64) << 32 | segment
         order = fits.nonzero()[0][np.argsort(places[fits], kind="stable")]
         for here in np.split(order, np.diff(places[order]).nonzero()[0] + 1) if order.size else []:
@@ -210,15 +253,14 @@ class ExtentAllocator:
     def end_adoption(self, next_segment: int, seen: Iterable[tuple[int, int]]) -> None:
         """After `adopt`: oldest first again, no id is given out twice, `seen` segments without a use are retired."""
         unused = (place for place in set(seen) if place[1] not in self._by_drive[place[0]])
-        self.retired += sorted(place for place in unused if place[0] not in self._left_out)
+        self.retired += sorted(place for place in unused if place[0] not in self.striping.left_out)
         self._by_drive = [dict(sorted(segments.items())) for segments in self._by_drive]
         self._next_segment = max(self._next_segment, next_segment)
 
     def drop_all(self, still_busy: Iterable[Extent]) -> ExtentAllocator:
         """A new allocator after a cache reset: every segment retired, now or when its last job ends."""
         fresh = ExtentAllocator(len(self._by_drive), self._segments_max, self._records, self._next_segment)
-        fresh._paused_until, fresh._left_out = self._paused_until, self._left_out
-        fresh._reads_paused_until = self._reads_paused_until
+        fresh.striping, fresh._full = self.striping, self._full
         busy = {(extent.drive, extent.segment) for extent in still_busy}
         for segments in self._by_drive:
             for segment in segments.values():

@@ -31,6 +31,7 @@ from saria_vllm.types import (
     JobResult,
     LoadJob,
     LoadPart,
+    Moved,
     PersistJob,
     StoreJob,
     StorePart,
@@ -162,14 +163,7 @@ class Tiers:
             bad = job.rows[failed[~from_ssd]]
             assert np.isin(index.dram[bad], (VALID, BAD)).all()
             index.dram[bad] = BAD
-            late = (
-                job.reason == "deadline"
-            )  # Its records may be good: not they are avoided, but their drive for a while.
-            for position in failed[from_ssd].tolist():
-                if late and chunks.extents is not None:
-                    chunks.extents.pause_reads(int(job.extents[position, 0]), now)
-                else:
-                    chunks.drop_bad_record(job.rows[position], job.extents[position])
+            chunks.reads_failed(job.rows[failed[from_ssd]], job.extents[failed[from_ssd]], job.reason, now)
             chunks.settle(job.rows)
         if job.failed or job.stale:
             count(counts, "errors", max(1, len(job.failed)), job.reason or "stale")
@@ -186,16 +180,19 @@ class Tiers:
     def plan_store(
         self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
     ) -> tuple[StoreJob | None, int]:
-        """Store chunks first..end that no tier holds, as far as there are slots.
+        """Store chunks first..end that no tier holds where they can be read, as far as there are slots.
 
         Returns:
             The job, or None when there is nothing to copy, and the chunk to go on with.
         """
-        index = self.chunks.index
-        absent = [
-            (rows < 0) | ((index.dram[rows] == NONE) & (index.ssd[rows] == NONE))
-            for rows in index.locate(prefix, first, end)
-        ]
+        index, extents = self.chunks.index, self.chunks.extents
+        paused = None if extents is None else extents.unreadable(now)
+        absent = []
+        for rows in index.locate(prefix, first, end):
+            lost = index.ssd[rows] == NONE
+            if paused is not None:
+                lost |= paused[index.drive[rows]]
+            absent.append((rows < 0) | ((index.dram[rows] == NONE) & lost))
         return self._plan_copies("store", prefix, first, absent, blocks, now)
 
     def promote_until(self, prefix: Prefix, end: int, now: float) -> int:
@@ -314,6 +311,19 @@ class Tiers:
             self.evictor.end_persists(persists, now)
         return len(jobs)
 
+    def moved(self, moved: Iterable[Moved]) -> None:
+        """What ranks moved from and to drives: chunks to come go where they can be read soonest."""
+        if self.chunks.extents is not None:
+            for one in moved:
+                self.chunks.extents.striping.learn(one)
+
+    def take_problems(self) -> list[str]:
+        """What became of drives since the last call, to be said."""
+        if self.chunks.extents is None:
+            return []
+        problems, self.chunks.extents.striping.problems = self.chunks.extents.striping.problems, []
+        return problems
+
     # Recovery and reset.
 
     def open_ssd(
@@ -338,6 +348,10 @@ class Tiers:
     def take_counts(self) -> Counts:
         """Counter increments since the last call."""
         counts, self.chunks.counts = self.chunks.counts, {}
+        if self.chunks.extents is not None:
+            striping = self.chunks.extents.striping
+            counts |= striping.counts
+            striping.counts = {}
         return counts
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from saria_vllm.policy.extents import ExtentAllocator
-from saria_vllm.policy.index import Column, Rows
+from saria_vllm.policy.index import Column, Mask, Rows
 from saria_vllm.types import Extent, Ints
 
 _QUEUE = 1 << 14
@@ -85,3 +85,6 @@ class LruExtents(ExtentAllocator):
 
     def release(self, extents: Ints) -> None:
         pass
+
+    def given_up(self, extents: Ints) -> Mask:
+        return np.zeros(len(extents), np.bool_)

@@ -252,6 +252,11 @@ class SegmentStore:
         with self._lock:
             self._generation = generation
 
+    def is_there(self, drive: int) -> bool:
+        """Whether our directory on a drive is still where it was: somebody may have removed, moved or replaced it."""
+        path = self._directory(drive)
+        return os.path.isdir(path) and not os.path.islink(path)
+
     def bytes_on_disk(self) -> int:
         """Bytes that this rank's files occupy over all drives."""
         with self._lock:

@@ -11,6 +11,7 @@ What the state says is the policy's.
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from saria_vllm.storage.directories import TOP_NAME, open_path, read_small, writ
 
 VERSION = 1
 _SECTOR_BYTES = 512
+_NAME = re.compile(r"endurance-e(\d{1,9})\.json")
 
 
 class _File(msgspec.Struct):
@@ -39,6 +41,23 @@ def device_bytes(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> lis
     Raises:
         StorageError: a path cannot be looked at.
     """
+    devices = _devices(paths, sys_block)
+    names = [name for name, _ in devices]
+    return [max(1, nbytes // names.count(name)) for name, nbytes in devices]
+
+
+def on_one_device(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> list[list[str]]:
+    """For each existing path those of them that share its device, as `device_bytes` does.
+
+    Raises:
+        StorageError: a path cannot be looked at.
+    """
+    names = [name for name, _ in _devices(paths, sys_block)]
+    return [[path for path, other in zip(paths, names, strict=True) if other == name] for name in names]
+
+
+def _devices(paths: Sequence[str], sys_block: str) -> list[tuple[str, int]]:
+    """Name and bytes of the device under each path."""
     devices: list[tuple[str, int]] = []
     for path in paths:
         try:
@@ -50,8 +69,7 @@ def device_bytes(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> lis
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror or error}") from error
         devices.append((name, nbytes))
-    names = [name for name, _ in devices]
-    return [max(1, nbytes // names.count(name)) for name, nbytes in devices]
+    return devices
 
 
 def _whole_disk(link: str) -> tuple[str, int]:
@@ -93,6 +111,16 @@ def read_state(path: str, engine_index: int) -> bytes | None:
     if file is None or file.endurance != VERSION or zlib.crc32(file.state) != file.crc:
         raise StorageError(f"{path}/{TOP_NAME}/{name}: damaged, or not ours")
     return bytes(file.state)
+
+
+def engines_with_state(path: str) -> list[int]:
+    """Indexes of the engines that have written a state under an SSD path, whether they run or not."""
+    try:
+        with open_path(path, (TOP_NAME,)) as fd:
+            found = [_NAME.fullmatch(name) for name in os.listdir(fd)]
+    except OSError:
+        return []
+    return sorted(int(match[1]) for match in found if match)
 
 
 def write_state(path: str, engine_index: int, state: bytes) -> None:

@@ -23,7 +23,7 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
     before, rigs = holdings(), []
 
     def make(**options: Any) -> Rig:
-        rigs.append(Rig(tmp_path, **options))
+        rigs.append(Rig(**{"directory": tmp_path} | options))
         return rigs[-1]
 
     yield make

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from saria_vllm.policy.extents import (
-    DRIVE_PAUSE_S,
     SEGMENT_BYTES_MAX,
     SEGMENT_OVERHEAD_BYTES,
     SEGMENTS_WANTED,
     ExtentAllocator,
     choose_segments,
 )
+from saria_vllm.policy.striping import PAUSE_S
 from saria_vllm.storage.format import records_per_segment
 from saria_vllm.types import RECORD_ALIGN_BYTES, Extent, Ints
 
@@ -60,8 +60,8 @@ def test_a_batch_goes_to_all_drives_in_turn_as_far_as_each_has_room() -> None:
     extents = ExtentAllocator(3, 10, [4])
     taken, _ = extents.take(0, 9, [9, 1, 3], 0.0)
     assert taken[:, 0].tolist() == [0, 1, 2, 0, 2, 0, 2, 0, 0]
-    assert taken[taken[:, 0] == 0].tolist() == [[0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 3, 0]]
-    extents.pause(1, 0.0)
+    assert taken[taken[:, 0] == 0].tolist() == [[0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 1, 0]]
+    extents.striping.failed(1, False, 0.0)
     taken, _ = extents.take(0, 4, [1, 9, 9], 0.0)
     assert sorted(taken[:, 0].tolist()) == [0, 2, 2, 2]
     assert len(extents.take(0, 9, [0, 9, 0], 0.0)[0]) == 0
@@ -127,13 +127,13 @@ def test_the_open_segment_of_another_group_is_retired_last() -> None:
 
 def test_a_drive_that_failed_a_write_is_paused() -> None:
     extents = ExtentAllocator(2, 10, [4])
-    extents.pause(1, now=100.0)
-    places = [write(extents, row, now=100.0 + DRIVE_PAUSE_S - 0.1)[0] for row in range(3)]
+    extents.striping.failed(1, False, 100.0)
+    places = [write(extents, row, now=100.0 + PAUSE_S - 0.1)[0] for row in range(3)]
     assert [place.drive for place in places if place] == [0, 0, 0]
-    places = [write(extents, row, now=100.0 + DRIVE_PAUSE_S)[0] for row in range(2)]
+    places = [write(extents, row, now=100.0 + PAUSE_S)[0] for row in range(2)]
     assert {place.drive for place in places if place} == {0, 1}
-    extents.pause(0, now=200.0)
-    extents.pause(1, now=200.0)
+    extents.striping.failed(0, False, 200.0)
+    extents.striping.failed(1, False, 200.0)
     assert take(extents, 0, 200.0) is None
 
 
@@ -222,7 +222,7 @@ def test_a_pause_and_undrained_retirements_survive_a_reset() -> None:
     extents = ExtentAllocator(1, 1, [1])
     write(extents, 0)
     write(extents, 1)
-    extents.pause(0, now=50.0)
+    extents.striping.failed(0, False, 50.0)
     fresh = extents.drop_all([])
     assert fresh.retired == [(0, 0), (0, 1)]
     assert take(fresh, 0, 51.0) is None

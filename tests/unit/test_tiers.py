@@ -6,9 +6,10 @@ import pytest
 
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.admission import make_admission
-from saria_vllm.policy.extents import READS_PAUSE_S, ExtentAllocator
+from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.slots import SlotAllocator
+from saria_vllm.policy.striping import READS_PAUSE_S
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.types import GroupShape, JobResult
 from tier_steps import (
@@ -316,14 +317,17 @@ def test_evicting_a_chunk_that_is_being_written_waits_for_that_write() -> None:
     assert tier_tokens(tiers, KEYS, 0, 1) == (0, 16)
 
 
-def test_a_failed_write_pauses_the_drive_and_drops_the_evicted_chunk() -> None:
-    """The others of its job are on SSD."""
+def test_a_failed_write_pauses_the_drive_and_drops_its_segments() -> None:
     tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), persist_records=12)
     store(tiers, KEYS[:3])
     end(tiers, *evict_all(tiers), failed=(0, 2), now=100.0, reason="write_failed")
-    assert [match(tiers, [key], 0, 1) for key in KEYS[:3]] == [0, 1, 0]
+    assert [match(tiers, [key], 0, 1) for key in KEYS[:3]] == [0, 0, 0]
     assert tiers.chunks.counts["errors:write_failed"] == 2
-    assert tiers.chunks.counts["persisted_chunks"] == 1
+    assert "persisted_chunks" not in tiers.chunks.counts, "what was written beside it may be no better"
+    assert tiers.chunks.extents is not None
+    assert tiers.chunks.extents.retired == [(0, 0), (0, 1)]
+    counts = tiers.take_counts()
+    assert (counts["drive_errors:0"], counts["drive_pauses:0"]) == (2, 1)
     store(tiers, [b"x", b"y"])
     assert evict_all(tiers, now=109.0) == []
     assert tiers.chunks.counts["dropped_chunks:ssd_full"] == 2

@@ -1,0 +1,62 @@
+"""What `Tiers` does with drives that fail: their chunks are forgotten, never those of others."""
+
+from __future__ import annotations
+
+import pytest
+
+from saria_vllm.config import AdmissionConfig
+from tier_steps import KEYS, end, evict_all, make_tiers, match, plan_load, plan_store, store, tier_tokens
+
+
+def test_what_is_on_a_drive_that_is_not_read_is_stored_again() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), drives=2, persist_records=12)
+    store(tiers, KEYS[:4])
+    end(tiers, *evict_all(tiers))
+    assert tiers.chunks.extents is not None
+    tiers.chunks.extents.pause_reads(0, 0.0)
+    assert match(tiers, KEYS, 0, 4) == 1
+    job = plan_store(tiers, KEYS[:4])
+    assert job.chunks == 2, "of the other drive's nothing"
+    end(tiers, job)
+    assert match(tiers, KEYS, 0, 4) == 4
+    assert tier_tokens(tiers, KEYS, 0, 4) == (32, 32)
+
+
+@pytest.mark.parametrize("reason", ["read_failed", "vanished", "checksum", "other"])
+def test_what_a_failed_read_says_of_its_drive(reason: str) -> None:
+    """Segments of two records, children first; chunk 1 fails, 0 is in its segment."""
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), persist_records=12)
+    store(tiers, KEYS[:4])
+    end(tiers, *evict_all(tiers))
+    load, other = plan_load(tiers, KEYS[:4]), plan_load(tiers, KEYS[:1])
+    end(tiers, load, failed=(1,), reason=reason)
+    left = {"read_failed": [0, 0, 1, 1], "vanished": [0] * 4}.get(reason, [1, 0, 1, 1])
+    assert [match(tiers, [key], 0, 1) for key in KEYS[:4]] == left
+    assert tiers.chunks.extents is not None
+    assert tiers.chunks.extents.retired == ([(0, 0)] if reason == "vanished" else [])
+    end(tiers, other)
+    gone = {"read_failed": [(0, 1)], "vanished": [(0, 0), (0, 1)]}.get(reason, [])
+    assert tiers.chunks.extents.retired == gone, "when the last job that reads it has ended"
+    assert tiers.take_counts().get("drive_errors:0", 0) == (reason != "other")
+
+
+def test_loads_of_two_drives_do_not_say_which_is_gone() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), drives=2, persist_records=12)
+    store(tiers, KEYS[:4])
+    end(tiers, *evict_all(tiers))
+    end(tiers, plan_load(tiers, KEYS[:4]), failed=(0, 1), reason="vanished")
+    assert tiers.take_problems() == []
+    assert tiers.chunks.extents is not None
+    assert not tiers.chunks.extents.striping.left_out
+
+
+def test_a_write_that_ends_well_on_a_segment_that_was_given_up_is_not_kept() -> None:
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), records=4, persist_records=8)
+    store(tiers, KEYS[:4])
+    jobs = evict_all(tiers)
+    assert len(jobs) == 2
+    end(tiers, jobs[0], failed=(0,), reason="write_failed")
+    end(tiers, jobs[1])
+    assert [match(tiers, [key], 0, 1) for key in KEYS[:4]] == [0] * 4
+    assert tiers.chunks.extents is not None
+    assert tiers.chunks.extents.retired == [(0, 0)]
