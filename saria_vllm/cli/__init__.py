@@ -15,6 +15,7 @@ import saria_vllm
 from saria_vllm.errors import SariaError
 
 COMMANDS = {
+    "doctor": "check this machine, SSD paths and a configuration: ok, warn or bad, and what to do",
     "fsck": "check every file and every byte under an SSD path, and drop what is bad",
     "inspect": "show what lies under an SSD path: namespaces, engines, last use, wear; drop old namespaces",
     "plan": "sweep DRAM, SSD, drives and admission over a trace: what to buy, and the configuration to serve with",

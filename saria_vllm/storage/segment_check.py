@@ -34,6 +34,9 @@ READ_BYTES_MAX = 256 << 20
 UNLINK, TRUNCATE, RECORD, NOTHING = "unlink", "truncate", "record", ""
 """What dropping a problem does: remove both files, end the journal where it is whole, journal a drop, or nothing."""
 
+WORTH_BYTES = 1 << 20
+"""Of payload for each thread that reads it."""
+
 _NO_READER = (errno.EIO, errno.ELOOP, errno.ENXIO)
 """Files that fail so are unlinked by recovery."""
 
@@ -294,9 +297,10 @@ def _read_journal(rank_fd: int, view: SegmentView, header: fmt.Header, owner: in
 
 def _bad_payloads(fd: int, header: fmt.Header, entries: Iterable[fmt.Entry]) -> list[tuple[int, str]]:
     """Records whose bytes are not those that their entries promise, and why. Several are read at once."""
-    left = iter(sorted(entries, key=lambda entry: entry.record))  # Advancing it is atomic.
-    reads = max(1, min(READS_MAX, READ_BYTES_MAX // header.record_bytes, header.records_max))
-    if reads == 1:
+    wanted = sorted(entries, key=lambda entry: entry.record)
+    left = iter(wanted)  # Advancing it is atomic.
+    reads = min(READS_MAX, READ_BYTES_MAX // header.record_bytes, len(wanted) * header.record_bytes // WORTH_BYTES)
+    if reads <= 1:
         return _check_payloads(fd, header, left)
     with ThreadPoolExecutor(reads) as pool:
         parts = [pool.submit(_check_payloads, fd, header, left) for _ in range(reads)]

@@ -17,6 +17,7 @@ from saria_vllm.storage.directories import (
     NAMESPACE_NAME,
     RANK_NAME,
     TOP_NAME,
+    names_in,
     open_path,
     read_small,
 )
@@ -181,3 +182,27 @@ def _view_rank(fd: int, place: Place, view: EngineView, reads_known: bool) -> No
         view.chunks += len(seen.live)
         view.unreadable += seen.header is None
         view.open_segments += seen.header is not None and not seen.sealed
+
+
+def leases_in(path: str, proc: str = "/proc") -> list[tuple[str, str, list[int]]]:
+    """(namespace, engine, process ids) of every lease that is held under an SSD path; none where nothing is there.
+
+    Raises:
+        OSError: as from open(2), but ENOENT.
+    """
+    held = []
+    try:
+        namespaces = namespaces_in(path)
+    except FileNotFoundError:
+        return []
+    for namespace in namespaces:
+        try:
+            with open_path(path, (TOP_NAME, namespace)) as fd:
+                engines = names_in(fd, ENGINE_NAME)
+            for engine in engines:
+                with open_path(path, (TOP_NAME, namespace, engine)) as fd:
+                    if is_leased(fd):
+                        held.append((namespace, engine, lease_holders(fd, proc)))
+        except (FileNotFoundError, StorageError):
+            pass  # it went, or is not one
+    return held

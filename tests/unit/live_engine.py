@@ -73,18 +73,27 @@ def start(path: Path, work: str) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, str(path), work]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    if process.stdout.readline() != "ready\n":
+        end(process)
+        raise AssertionError("it did not start")
     return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """kill -9."""
+    process.kill()
+    process.communicate()
 
 
 def main(path: str, work: str) -> None:
     engine = LiveEngine([path])
-    engine.fill(0)
-    engine.fill(1, count=2)
+    first = engine.stores[0].next_segment_id
+    engine.fill(first)
+    engine.fill(first + 1, count=2)
     print("ready", flush=True)
     if work == "idle":
         time.sleep(60)
-    number, ends = 2, time.monotonic() + 60
+    number, ends = first + 2, time.monotonic() + 60
     while time.monotonic() < ends:
         engine.fill(number, group=number % 2, count=None if number % 3 else 2)
         if number % 5 == 0:
@@ -93,7 +102,7 @@ def main(path: str, work: str) -> None:
             engine.stores[0].seal(0, number)
         if number % 50 == 0:
             engine.reset()
-        if number >= 10:
+        if number >= first + 10:
             engine.stores[0].retire(0, number - 8)
         number += 1
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import subprocess
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from live_engine import NAME, PARTS, SHAPES, LiveEngine, start
+from live_engine import NAME, PARTS, SHAPES, LiveEngine, end, start
 from saria_vllm.cli import main
 from saria_vllm.storage import checking, segment_check
 from saria_vllm.storage import format as fmt
@@ -516,14 +517,6 @@ def test_every_rank_and_engine_is_checked(capsys: pytest.CaptureFixture[str], tm
 # Engines that live, and that died.
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """kill -9."""
-    process.kill()
-    process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
-
-
 @pytest.fixture
 def engine_in(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """Starts engines in other processes."""
@@ -535,7 +528,8 @@ def engine_in(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]
 
     yield begin
     for process in started:
-        end(process)
+        if process.returncode is None:
+            end(process)
 
 
 def test_an_engine_in_use_is_read_and_never_changed(
@@ -627,7 +621,7 @@ def test_without_o_direct_files_are_read_all_the_same(
 
 
 def test_any_number_of_foreign_files_is_one_finding(capsys: pytest.CaptureFixture[str], place: Place) -> None:
-    count = 3000
+    count = 1000
     for number in range(count):
         os.mknod(place.rank / f"foreign-{number}")
     tracemalloc.start()
@@ -637,6 +631,26 @@ def test_any_number_of_foreign_files_is_one_finding(capsys: pytest.CaptureFixtur
     assert (status, found_in(report), report["records"]) == (1, [("foreign", "r0", None)], GOOD)
     assert report["findings"][0]["what"].startswith(f"{count} name(s) that are not ours: ")
     assert peak < 4 << 20
+
+
+def test_large_segments_are_read_by_several_threads(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_check, "WORTH_BYTES", 4096)
+    for record in (0, 3, 11):
+        patch(place.data(0), offset_of(0, record))
+    before, most = threading.active_count(), []
+    real = segment_check._check_payloads
+
+    def checked(*arguments: Any) -> Any:
+        most.append(threading.active_count() - before)
+        return real(*arguments)
+
+    monkeypatch.setattr(segment_check, "_check_payloads", checked)
+    status, report = fsck(capsys, place.root)
+    assert found_in(report) == [("record", "r0/" + data_name(0), record) for record in (0, 11, 3)]
+    assert (status, report["records"]) == (1, GOOD - 3)
+    assert max(most) > 1
 
 
 def test_names_of_others_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str], place: Place) -> None:
