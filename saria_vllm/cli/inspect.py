@@ -248,7 +248,7 @@ def _namespace_text(view: dict[str, Any], now: float) -> list[str]:
     for engine in view["engines"]:
         if engine["segment_bytes_by_last_read"] and engine["segments"]:
             shares = (f"{name} {format_bytes(size)}" for name, size in engine["segment_bytes_by_last_read"].items())
-            lines.append(f"  e{engine['index']} by last read: {', '.join(shares)}")
+            lines.append(f"  e{engine['index']} last read within {', '.join(shares)}")
         if engine["unreadable_segments"]:
             lines.append(f"  e{engine['index']}: {engine['unreadable_segments']} unreadable segment(s): see saria fsck")
     return lines
