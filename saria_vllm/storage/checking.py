@@ -333,7 +333,7 @@ class _RankCheck:
 
     def _report(self, fd: int, at: str, view: SegmentView) -> Iterator[Finding]:
         yield from self._found(fd, at, view, view.problems)
-        if view.header is None:
+        if view.header is None or self._generation is None:
             return
         for record, entry in view.live.items():
             key, mine = (view.header.group, entry.key), (entry.sequence, view.segment, record)

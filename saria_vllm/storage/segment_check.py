@@ -179,8 +179,7 @@ def _opened(rank_fd: int, segment: int, place: Place) -> Iterator[tuple[SegmentV
         return
     except OSError as error:
         kind, what = describe(error)
-        is_directory = stat.S_ISDIR(os.stat(name, dir_fd=rank_fd, follow_symlinks=False).st_mode)
-        droppable = error.errno in _NO_READER and not is_directory
+        droppable = error.errno in _NO_READER and not _is_directory(rank_fd, name)
         view.problems.append(Problem(kind, name, None, what, UNLINK if droppable else NOTHING))
         yield view, -1
         return
@@ -323,6 +322,13 @@ def _check_payloads(fd: int, header: fmt.Header, entries: Iterator[fmt.Entry]) -
             elif _native.checksum(address, nbytes, seed) != entry.checksum:
                 bad.append((entry.record, "checksum mismatch: not the bytes that were written here for this key"))
     return bad
+
+
+def _is_directory(directory_fd: int, name: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _unlink(directory_fd: int, name: str) -> None:
