@@ -16,6 +16,9 @@ from saria_vllm.errors import SariaError
 
 COMMANDS = {
     "bench": "measure a part of the tier on this machine",
+    "doctor": "check this machine, SSD paths and a configuration: ok, warn or bad, and what to do",
+    "fsck": "check every file and every byte under an SSD path, and drop what is bad",
+    "inspect": "show what lies under an SSD path: namespaces, engines, last use, wear; drop old namespaces",
     "plan": "sweep DRAM, SSD, drives and admission over a trace: what to buy, and the configuration to serve with",
     "replay": "drive a vLLM server with real agent sessions and measure each turn",
     "simulate": "replay a trace through the policy that the connector runs: hits, SSD writes, time",

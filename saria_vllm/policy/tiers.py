@@ -191,7 +191,7 @@ class Tiers:
         for rows in index.locate(prefix, first, end):
             lost = index.ssd[rows] == NONE
             if paused is not None:
-                lost |= paused[index.drive[rows]]
+                lost |= paused[index.extent[rows, 0]]
             absent.append((rows < 0) | ((index.dram[rows] == NONE) & lost))
         return self._plan_copies("store", prefix, first, absent, blocks, now)
 

@@ -132,6 +132,23 @@ def reclaim_others(ssd_paths: Sequence[str], keep: EngineDirectory, capacity_byt
     return max(0, capacity_bytes - (total - own_bytes)), removed
 
 
+def usage(path: str, names: tuple[str, ...]) -> tuple[float, int]:
+    """Latest change of a file (epoch seconds) and bytes on disk of all below `path`/`names`...; zeros if unreadable."""
+    return _survey_one(path, names)
+
+
+def remove_namespace(path: str, namespace: str) -> bool:
+    """Remove what nobody leases of a namespace under an SSD path, as `reclaim_others` would. False when something of
+    it stays."""
+    try:
+        with open_path(path, (TOP_NAME, namespace)) as fd:
+            engines = names_in(fd, ENGINE_NAME)
+    except (OSError, StorageError):
+        return False
+    gone = [_remove(_Other(0.0, 0, path, (TOP_NAME, namespace, engine))) for engine in engines]
+    return all(gone) and (bool(engines) or _remove_parts(path, namespace))
+
+
 def _survey(path: str) -> tuple[int, list[_Other]]:
     """Bytes under a path's `saria` directory, and the engine directories there."""
     found: list[_Other] = []
@@ -190,14 +207,21 @@ def _remove(other: _Other) -> bool:
     try:
         with open_path(other.path, tuple(parents)) as namespace_fd:
             gone = _remove_engine(namespace_fd, engine)
-            if not names_in(namespace_fd, ENGINE_NAME):
-                _unlink(namespace_fd, PARTS_NAME)
-                _unlink(namespace_fd, f"{PARTS_NAME}.new")
-                with open_path(other.path, (TOP_NAME,)) as top_fd:
-                    _rmdir(top_fd, parents[-1])
-            return gone
+        _remove_parts(other.path, parents[-1])
+        return gone
     except (OSError, StorageError):
         return False
+
+
+def _remove_parts(path: str, namespace: str) -> bool:
+    """Remove a namespace without engine directories; False when it is not gone."""
+    with open_path(path, (TOP_NAME, namespace)) as fd:
+        if names_in(fd, ENGINE_NAME):
+            return False
+        _unlink(fd, PARTS_NAME)
+        _unlink(fd, f"{PARTS_NAME}.new")
+    with open_path(path, (TOP_NAME,)) as fd:
+        return _rmdir(fd, namespace)
 
 
 def _remove_engine(namespace_fd: int, engine: str) -> bool:

@@ -19,9 +19,9 @@ GOLDEN = {
     ("zeros", 4096, 0x0): 0xC82E018C18EFB951,
     ("zeros", 1048576, 0x0): 0xE2050A4CA1F03CBA,
     ("ones", 4096, 0x1): 0xCE8F88D6CB92897B,
-    ("ones", 12288, 0xffffffffffffffff): 0xB91166A9F3D5105B,
+    ("ones", 12288, 0xFFFFFFFFFFFFFFFF): 0xB91166A9F3D5105B,
     ("counting", 4096, 0x0): 0x78F3FE315D0FFFAB,
-    ("counting", 65536, 0x123456789abcdef): 0x741EAD676F571EDD,
+    ("counting", 65536, 0x123456789ABCDEF): 0x741EAD676F571EDD,
 }
 
 

@@ -1,0 +1,309 @@
+"""`saria fsck`: every kind of damage is found and named, nothing else is, and only what is bad is dropped."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from damage import DROPPED, KEPT, Found, Place, damaged_parts, endless_parts, key_twice, offset_of, patch
+from live_engine import NAME, SHAPES, LiveEngine, end, start
+from saria_vllm.cli import main
+from saria_vllm.storage import checking, segment_check
+from saria_vllm.storage.recovery import data_name, journal_name
+from saria_vllm.storage.wear import write_state
+
+GOOD = 12 + 4 + 3
+"""Records of the healthy directory: segment 0 of group 0 and 1 of group 1 sealed, 2 open when its engine died."""
+
+
+def fsck(capsys: pytest.CaptureFixture[str], root: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    status = main(["fsck", str(root), "--json", *options])
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return status, json.loads(out)
+
+
+def snapshot(root: Path) -> dict[str, tuple[Any, ...]]:
+    """All that could change: names, kinds, modes, sizes, times of change, bytes."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        status = path.lstat()
+        data = path.read_bytes() if path.is_file() and not path.is_symlink() and status.st_size < 1 << 20 else b""
+        found[str(path)] = (status.st_ino, status.st_mode, status.st_uid, status.st_size, status.st_mtime_ns, data)
+    return found
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an engine left that died."""
+    root = tmp_path_factory.mktemp("healthy")
+    engine = LiveEngine([str(root)])
+    assert (engine.fill(0), engine.fill(1, group=1), engine.fill(2, count=3)) == (12, 4, 3)
+    write_state(str(root), 0, b"{}")
+    engine.directory.release()
+    return root
+
+
+@pytest.fixture
+def place(tmp_path: Path, healthy: Path) -> Place:
+    return Place(Path(shutil.copytree(healthy, tmp_path / "drive")))
+
+
+def found_in(report: dict[str, Any]) -> Found:
+    """Kinds, places and records of a report's findings, places as damage names them."""
+    engine = f"saria/{NAME}/e0"
+    return sorted(
+        (
+            (row["kind"], row["path"].removeprefix(engine).lstrip("/"), row["record"])
+            for row in report["findings"]
+        ),
+        key=repr,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", [*DROPPED, *KEPT], ids=lambda damage: damage.__name__)
+def test_damage_is_found_and_only_what_is_bad_is_dropped(
+    capsys: pytest.CaptureFixture[str], place: Place, damage: Callable[[Place], Found]
+) -> None:
+    expected = sorted(damage(place), key=repr)
+    before = snapshot(place.root)
+    status, found = fsck(capsys, place.root)
+    assert found_in(found) == expected
+    assert (status, found["found"], found["dropped"]) == (1, len(expected), 0)
+    assert snapshot(place.root) == before
+    status, dropping = fsck(capsys, place.root, "--drop-bad")
+    assert (status, found_in(dropping)) == (1, expected)
+    if damage in KEPT:
+        assert dropping["dropped"] == 0
+        assert snapshot(place.root) == before
+        return
+    assert dropping["dropped"] == len(expected)
+    status, after = fsck(capsys, place.root)
+    gone = damage in (damaged_parts, endless_parts)  # The next engine writes it again.
+    assert found_in(after) == ([("parts", f"saria/{NAME}/namespace.json", None)] if gone else [])
+    assert after["records"] == found["records"] - (damage is key_twice)
+    engine = LiveEngine([str(place.root)])
+    assert len(engine.found) == after["records"]
+    engine.close()
+    assert fsck(capsys, place.root)[0] == 0
+
+
+def test_a_healthy_directory_is_silent_and_untouched(capsys: pytest.CaptureFixture[str], place: Place) -> None:
+    before = snapshot(place.root)
+    status, report = fsck(capsys, place.root, "--drop-bad")
+    assert (status, report["findings"], report["records"], report["segments"]) == (0, [], GOOD, 3)
+    assert report["bytes_read"] == 15 * 4096 + 4 * SHAPES[1].record_bytes
+    assert snapshot(place.root) == before
+    assert main(["fsck", str(place.root)]) == 0
+    assert capsys.readouterr().out.endswith("nothing is wrong\n")
+
+
+def test_what_a_reset_left_is_of_no_use_but_not_wrong(capsys: pytest.CaptureFixture[str], place: Place) -> None:
+    engine = LiveEngine([str(place.root)])
+    engine.fill(7, count=2)
+    engine.reset()
+    engine.directory.release()
+    patch(place.data(7), offset_of(0, 0))
+    status, report = fsck(capsys, place.root)
+    assert (status, report["records"], report["useless_segments"]) == (0, 0, 4)
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_every_rank_and_engine_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path, ranks: int) -> None:
+    engines = [LiveEngine([str(tmp_path)], ranks=ranks) for _ in range(2)]
+    for engine in engines:
+        for rank in range(ranks):
+            engine.fill(0, rank=rank)
+        engine.close()
+    patch(tmp_path / "saria" / NAME / "e1" / "r1" / data_name(0), offset_of(0, 3))
+    status, report = fsck(capsys, tmp_path)
+    assert (status, report["engines"], report["segments"], report["records"]) == (1, 2, 4, 47)
+    assert found_in(report) == [("record", f"saria/{NAME}/e1/r1/{data_name(0)}", 3)]
+
+
+# Engines that live, and that died.
+
+
+@pytest.fixture
+def engine_in(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts engines in other processes."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(work: str) -> subprocess.Popen[str]:
+        started.append(start(tmp_path, work))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.returncode is None:
+            end(process)
+
+
+def test_an_engine_in_use_is_read_and_never_changed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, engine_in: Callable[[str], subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(checking, "CONFIRM_S", (0.01, 0.01))
+    engine = engine_in("idle")
+    place = Place(tmp_path)
+    status, report = fsck(capsys, tmp_path, "--drop-bad")
+    assert (status, report["in_use"], report["records"], report["findings"]) == (0, 1, 14, [])
+    patch(place.data(0), offset_of(0, 4))
+    shutil.copy(place.journal(1), place.journal(6))
+    (place.engine / "generation.new").touch(mode=0o600)
+    os.utime(place.engine / "generation.new", (1, 1))
+    before = snapshot(tmp_path)
+    status, report = fsck(capsys, tmp_path, "--drop-bad")
+    assert (status, report["in_use"], report["dropped"]) == (1, 1, 0)
+    bad = [
+        ("orphan", "r0/" + journal_name(6), None), ("record", "r0/" + data_name(0), 4),
+        ("temporary", "generation.new", None),
+    ]  # fmt: skip
+    assert found_in(report) == bad
+    assert snapshot(tmp_path) == before
+    end(engine)
+    status, report = fsck(capsys, tmp_path, "--drop-bad")
+    assert (found_in(report), report["in_use"], report["dropped"]) == (bad, 0, 3)
+    assert fsck(capsys, tmp_path)[0] == 0
+
+
+def test_an_engine_at_work_is_not_mistaken_for_damage(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, engine_in: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    engine = engine_in("busy")
+    for _ in range(12):
+        status, report = fsck(capsys, tmp_path, "--drop-bad")
+        assert (status, report["findings"], report["in_use"]) == (0, [], 1)
+    end(engine)
+    status, report = fsck(capsys, tmp_path)
+    assert [row for row in report["findings"] if row["kind"] not in ("orphan", "temporary", "header", "index")] == []
+
+
+# Hostile directories, failing drives, bad usage.
+
+
+def test_a_drive_that_fails_costs_the_records_that_it_fails_on(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        if offset == offset_of(0, 7):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    status, report = fsck(capsys, place.root)
+    assert (status, found_in(report)) == (1, [("record", "r0/" + data_name(0), 7)])
+    assert "Input/output error" in report["findings"][0]["what"]
+
+
+def test_an_unreadable_header_costs_its_segment(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(segment_check, "read_aligned", failing)
+    status, report = fsck(capsys, place.root)
+    assert status == 1
+    assert {(row["kind"], row["record"]) for row in report["findings"]} == {("unreadable", None)}
+    assert report["found"] == 3
+
+
+def test_without_o_direct_files_are_read_all_the_same(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = segment_check.open_regular
+
+    def buffered(path: str, flags: int, dir_fd: int | None = None) -> int:
+        if flags & (os.O_DIRECT | os.O_NOATIME):
+            raise OSError(errno.EINVAL if flags & os.O_DIRECT else errno.EPERM, "refused")
+        return real(path, flags, dir_fd)
+
+    monkeypatch.setattr(segment_check, "open_regular", buffered)
+    assert fsck(capsys, place.root)[1]["records"] == GOOD
+    patch(place.data(0), offset_of(0, 11))
+    assert fsck(capsys, place.root)[0] == 1
+
+
+def test_any_number_of_foreign_files_is_one_finding(capsys: pytest.CaptureFixture[str], place: Place) -> None:
+    count = 1000
+    for number in range(count):
+        os.mknod(place.rank / f"foreign-{number}")
+    tracemalloc.start()
+    status, report = fsck(capsys, place.root)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (status, found_in(report), report["records"]) == (1, [("foreign", "r0", None)], GOOD)
+    assert report["findings"][0]["what"].startswith(f"{count} name(s) that are not ours: ")
+    assert peak < 4 << 20
+
+
+def test_large_segments_are_read_by_several_threads(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_check, "WORTH_BYTES", 4096)
+    for record in (0, 3, 11):
+        patch(place.data(0), offset_of(0, record))
+    before, most = threading.active_count(), []
+    real = segment_check._check_payloads
+
+    def checked(*arguments: Any) -> Any:
+        most.append(threading.active_count() - before)
+        return real(*arguments)
+
+    monkeypatch.setattr(segment_check, "_check_payloads", checked)
+    status, report = fsck(capsys, place.root)
+    assert found_in(report) == [("record", "r0/" + data_name(0), record) for record in (0, 11, 3)]
+    assert (status, report["records"]) == (1, GOOD - 3)
+    assert max(most) > 1
+
+
+def test_names_of_others_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str], place: Place) -> None:
+    (place.rank / "\x1b[31mred").write_text("x")
+    assert main(["fsck", str(place.root)]) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"\x1b[31mred" in out
+    assert "found 1: 1 foreign; dropped 0" in out
+
+
+def test_only_so_many_findings_are_listed_but_all_are_counted(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saria_vllm.cli.fsck.FINDINGS_MAX", 2)
+    for record in range(5):
+        patch(place.data(0), offset_of(0, record))
+    _, report = fsck(capsys, place.root)
+    assert (len(report["findings"]), report["found"], report["kinds"]) == (2, 5, {"record": 5})
+    main(["fsck", str(place.root)])
+    assert "only the first 2 were listed" in capsys.readouterr().out
+
+
+def test_progress_goes_to_standard_error(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("saria_vllm.cli.fsck.REPORT_S", (0.0, 0.0))
+    assert main(["fsck", str(place.root), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "3 segments, 108.00KiB of payload read" in captured.err
+    json.loads(captured.out)
+
+
+def test_bad_usage_says_what_is_accepted(capsys: pytest.CaptureFixture[str], place: Place, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "saria").symlink_to(place.top)
+    for path in ("x", "nowhere", "x/saria"):
+        assert main(["fsck", str(tmp_path / path)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and "accepted: one of ssd_paths" in captured.err
