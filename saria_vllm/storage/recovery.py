@@ -6,7 +6,9 @@ import errno
 import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,9 @@ from saria_vllm.types import GroupShape
 
 SEGMENT_ID_END = 2**31 - 2**20
 """Segment ids are below this: the index keeps them in 32 bits. A file with a higher one is not ours."""
+
+READERS = 8
+"""Segments that are read at the same time: the reads are small, and a cold drive takes its time for each."""
 
 _NAME = re.compile(r"seg-([0-9a-f]{16})\.(data|journal)")
 _BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENOENT)
@@ -82,22 +87,14 @@ def scan_directory(directory: str, expected: Expected, segments_max: int) -> Sca
     """
     scan = Scan()
     data, journals = _list(directory, scan)
-    for segment in sorted(data, reverse=True):
-        if len(scan.segments) == segments_max:
-            _discard(directory, segment, f"more than {segments_max} segments", scan)
-            continue
-        try:
-            found = _read_segment(directory, segment, segment in journals, expected)
-        except FormatError as error:
-            _discard(directory, segment, str(error), scan)
-            continue
-        except OSError as error:
-            if error.errno not in _BAD_FILE:
-                raise
-            _discard(directory, segment, error.strerror or "", scan)
-            continue
-        scan.highest_sequence = max(scan.highest_sequence, int(found.rows["sequence"].max()))
-        scan.segments[segment] = found
+    left = sorted(data, reverse=True)
+    with ThreadPoolExecutor(READERS) as pool:
+        while left and (room := segments_max - len(scan.segments)):
+            some, left = left[:room], left[room:]
+            for segment, read in zip(some, pool.map(partial(_read, directory, journals, expected), some), strict=True):
+                _take(directory, segment, read, expected.generation, scan)
+    for segment in left:
+        _discard(directory, segment, f"more than {segments_max} segments", scan)
     for segment in journals - data:
         _discard(directory, segment, "a journal without data", scan)
     return scan
@@ -139,23 +136,57 @@ def _discard(directory: str, segment: int, why: str, scan: Scan) -> None:
     scan.notes.append(note)
 
 
-def _read_segment(directory: str, segment: int, has_journal: bool, expected: Expected) -> ScannedSegment:
-    fd = open_regular(os.path.join(directory, data_name(segment)), os.O_RDONLY)
+class _Bytes(NamedTuple):
+    """What is read of a segment."""
+
+    header: fmt.Header
+    area: bytes
+    journal: bytes
+
+
+def _read(directory: str, journals: set[int], expected: Expected, segment: int) -> _Bytes | FormatError | OSError:
+    """Read all but the payloads; only waits for the drive, as several threads do this at a time."""
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # Nothing is to be read beside what is asked for.
-        header = _read_header(fd, segment, expected)
-        rows, sealed = _read_index(fd, header)
-    finally:
-        os.close(fd)
-    journal_bytes = 0
-    if has_journal:
-        journal = _read_journal(os.path.join(directory, journal_name(segment)), header)
-        journal_bytes = journal.nbytes
+        fd = open_regular(os.path.join(directory, data_name(segment)), os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # Nothing is to be read beside what is asked for.
+            header = _read_header(fd, segment, expected)
+            area = _pread(fd, fmt.index_bytes(header.records_max), fmt.index_offset(header))
+        finally:
+            os.close(fd)
+        path = os.path.join(directory, journal_name(segment))
+        return _Bytes(header, area, _read_journal(path, header) if segment in journals else b"")
+    except (FormatError, OSError) as error:
+        return error
+
+
+def _take(directory: str, segment: int, read: _Bytes | FormatError | OSError, generation: int, scan: Scan) -> None:
+    """Add a segment to the scan, or discard it."""
+    if isinstance(read, OSError):
+        if read.errno not in _BAD_FILE:
+            raise read
+        _discard(directory, segment, read.strerror or "", scan)
+        return
+    found = None if isinstance(read, FormatError) else _parse(read, generation)
+    if found is None:
+        _discard(directory, segment, str(read) if isinstance(read, FormatError) else "no usable record", scan)
+        return
+    scan.highest_sequence = max(scan.highest_sequence, int(found.rows["sequence"].max()))
+    scan.segments[segment] = found
+
+
+def _parse(read: _Bytes, generation: int) -> ScannedSegment | None:
+    """The segment, None when it has no usable record."""
+    header, sealed = read.header, True
+    try:
+        rows = fmt.index_rows(read.area, header)
+    except FormatError:
+        rows, sealed = np.empty(0, fmt.ENTRY_ROW), False
+    journal = fmt.journal_rows(read.journal, header)
+    if journal.size:
         rows = np.concatenate((rows, journal))
-    live = _live(rows, header.records_max, expected.generation)
-    if not live.size:
-        raise FormatError("no usable record")
-    return ScannedSegment(header, live, sealed, journal_bytes)
+    live = _live(rows, header.records_max, generation)
+    return ScannedSegment(header, live, sealed, journal.nbytes) if live.size else None
 
 
 def _read_header(fd: int, segment: int, expected: Expected) -> fmt.Header:
@@ -173,26 +204,17 @@ def _read_header(fd: int, segment: int, expected: Expected) -> fmt.Header:
     return header
 
 
-def _read_index(fd: int, header: fmt.Header) -> tuple[fmt.EntryRows, bool]:
-    area = _pread(fd, fmt.index_bytes(header.records_max), fmt.index_offset(header))
-    try:
-        return fmt.index_rows(area, header), True
-    except FormatError:
-        return np.empty(0, fmt.ENTRY_ROW), False
-
-
-def _read_journal(path: str, header: fmt.Header) -> fmt.EntryRows:
+def _read_journal(path: str, header: fmt.Header) -> bytes:
     try:
         fd = open_regular(path, os.O_RDONLY)
         try:
-            data = _pread(fd, fmt.journal_bytes_max(header.records_max), 0)
+            return _pread(fd, fmt.journal_bytes_max(header.records_max), 0)
         finally:
             os.close(fd)
     except OSError as error:
         if error.errno not in _BAD_FILE:
             raise
-        data = b""
-    return fmt.journal_rows(data, header)
+        return b""
 
 
 def _live(rows: fmt.EntryRows, records_max: int, generation: int) -> fmt.EntryRows:

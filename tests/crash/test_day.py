@@ -234,6 +234,7 @@ def memory() -> Iterator[Path]:
 
 
 def live(memory: Path, seed: int, seconds: float) -> Counter[str]:
+    memory.mkdir(exist_ok=True)
     day = Day(memory, seed)
     try:
         day.run(seconds)
@@ -260,8 +261,9 @@ FAULTS = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_day_with_every_fault_gives_no_wrong_byte(memory: Path, seed: int) -> None:
-    seen = live(memory, seed, DAY_S)
-    assert all(seen[what] for what in FAULTS), seen
-    assert seen["loaded from ssd"] > 2000 and seen["crash"] > 10 and seen["reset"] > 5, seen
+def test_days_with_every_fault_give_no_wrong_byte(memory: Path) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(3):
+        seen += live(memory / str(seed), seed, DAY_S)
+    assert not [what for what in FAULTS if not seen[what]], seen
+    assert seen["loaded from ssd"] > 5000 and seen["crash"] > 30 and seen["reset"] > 20, seen

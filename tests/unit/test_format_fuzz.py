@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saria_vllm.errors import FormatError, StorageError
@@ -47,6 +47,7 @@ def truth(raw: tuple[object, ...]) -> fmt.Entry | None:
     return fmt.Entry(record, generation, checksum, sequence, wide[0][:key_bytes], wide[1][:parent_bytes])  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.lists(RAW, max_size=12), st.binary(max_size=200))
 def test_a_journal_ends_at_the_first_entry_that_cannot_be(raws: list[tuple[object, ...]], tail: bytes) -> None:
     expected = []
@@ -60,6 +61,7 @@ def test_a_journal_ends_at_the_first_entry_that_cannot_be(raws: list[tuple[objec
     assert len(found) == len(expected) or len(expected) == len(raws)
 
 
+@settings(deadline=None)
 @given(st.lists(RAW, max_size=20), st.integers(-2, 2))
 def test_an_index_is_what_it_should_be_or_refused(raws: list[tuple[object, ...]], more: int) -> None:
     """Its CRC is right; entries, count or both are not. The CRCs of the entries do not matter."""
@@ -76,6 +78,7 @@ def test_an_index_is_what_it_should_be_or_refused(raws: list[tuple[object, ...]]
         assert not good
 
 
+@settings(deadline=None)
 @given(st.tuples(U64, *[st.integers(0, 2**32 - 1)] * 5, st.binary(min_size=16, max_size=16), U64), st.booleans())
 def test_a_header_with_a_right_crc_is_read_or_refused(fields: tuple[object, ...], magic: bool) -> None:
     size, version, rank, group, records_max, pages, store_id, segment = fields
@@ -101,6 +104,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_no_json_but_ours_is_a_generation(value: object) -> None:
     text = json.dumps(value) + "\n"

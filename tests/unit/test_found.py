@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saria_vllm.types import Extent, FoundChunk, FoundChunks
@@ -19,6 +19,7 @@ CHUNKS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(CHUNKS)
 def test_columns_are_the_chunks(chunks: list[FoundChunk]) -> None:
     found = pickle.loads(pickle.dumps(FoundChunks.of(chunks)))
@@ -29,6 +30,7 @@ def test_columns_are_the_chunks(chunks: list[FoundChunk]) -> None:
     assert list(found.take(odd).items) == chunks[1::2]
 
 
+@settings(deadline=None)
 @given(CHUNKS)
 def test_a_parent_that_lies_before_its_child_is_one_object(chunks: list[FoundChunk]) -> None:
     found = FoundChunks.of(chunks)
@@ -37,6 +39,7 @@ def test_a_parent_that_lies_before_its_child_is_one_object(chunks: list[FoundChu
         assert parent != keys[at - 1] or parent is keys[at - 1]
 
 
+@settings(deadline=None)
 @given(CHUNKS, st.data())
 def test_twins_are_all_but_the_most_worth(chunks: list[FoundChunk], data: st.DataObject) -> None:
     worth = data.draw(st.lists(st.integers(0, 3), min_size=len(chunks), max_size=len(chunks)))
@@ -49,6 +52,7 @@ def test_twins_are_all_but_the_most_worth(chunks: list[FoundChunk], data: st.Dat
     assert sorted(twins) == sorted(set(range(len(chunks))) - set(best.values()))
 
 
+@settings(deadline=None)
 @given(CHUNKS, CHUNKS)
 def test_what_two_ranks_found_is_what_both_say(mine: list[FoundChunk], theirs: list[FoundChunk]) -> None:
     taken = {chunk.extent for chunk in theirs}
