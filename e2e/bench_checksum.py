@@ -50,9 +50,9 @@ def main() -> int:
     for way, values in seconds.items():
         speed = RECORDS * RECORD_BYTES / statistics.median(values) / 1e9
         print(f"{way:20} median {speed:.1f} GB/s  n {len(values)}")
-    ratios = [both / plain for both, plain in zip(seconds["scatter and verify"], seconds["scatter"], strict=True)]
+    ratios = [plain / both for both, plain in zip(seconds["scatter and verify"], seconds["scatter"], strict=True)]
     print(
-        f"scatter and verify over scatter: median {statistics.median(ratios):.2f} (min {min(ratios):.2f}, "
+        f"rate of scatter and verify over scatter: median {statistics.median(ratios):.2f} (min {min(ratios):.2f}, "
         f"max {max(ratios):.2f})"
     )
     return 0

@@ -21,8 +21,10 @@ class KvikioDouble:
     registered: list[int] = field(default_factory=list)
     """Addresses."""
     refuses_memory: bool = False
-    wrong_count: bool = False
-    """Futures tell of one byte less."""
+    short_is_told: bool = False
+    """A read that meets the end of the file tells how much it read, as GDS does; else it raises, as without GDS."""
+    modes: list[str] = field(default_factory=list)
+    """In which files were opened."""
 
     def CuFile(self, path: str, flags: str) -> File:
         return File(self, path, flags)
@@ -47,6 +49,7 @@ class File:
         except OSError as error:
             raise RuntimeError(f"Unable to open file. {error}") from None
         double.open_files += 1
+        double.modes.append(flags)
 
     def pread(self, memory: Any, size: int, file_offset: int, task_size: int) -> Future:
         return Future(self, False, memory, size, file_offset, task_size)
@@ -87,7 +90,7 @@ class Future:
         self._told = True
         if isinstance(self._result, RuntimeError):
             raise self._result
-        return self._result - self._double.wrong_count
+        return self._result
 
     def _run(self, write: bool, addr: int, size: int, offset: int) -> None:
         memory = memoryview((ctypes.c_char * size).from_address(addr))
@@ -100,6 +103,8 @@ class Future:
                     if write
                     else _read(self._file.fd, rest, offset + done)
                 )
+                if moved == 0 and self._double.short_is_told:
+                    break
                 if moved == 0:
                     raise RuntimeError("POSIX error on pread: EOF")
                 done += moved

@@ -92,14 +92,19 @@ def test_a_transfer_is_one_task(double: KvikioDouble, memory: Memory) -> None:
     os.close(fd)
 
 
-def test_a_count_that_is_not_whole_is_asked_of_the_kernel(double: KvikioDouble, memory: Memory, tmp_path: Path) -> None:
-    double.wrong_count = True
+@pytest.mark.parametrize("told", [True, False])
+def test_a_count_that_is_not_whole_is_asked_of_the_kernel(
+    double: KvikioDouble, memory: Memory, tmp_path: Path, told: bool
+) -> None:
+    double.short_is_told = told
     (tmp_path / "file").write_bytes(b"x" * 100)
-    fd = os.open(tmp_path / "file", os.O_RDONLY)
-    engine = KvikioEngine(2)
+    fd = os.open(tmp_path / "file", os.O_RDWR)
+    engine = KvikioEngine(3)
     engine.submit_read(fd, memory.address, 100, 0, 1)
     engine.submit_read(fd, memory.address + KIB, 200, 0, 2)
-    assert finish(engine) == {1: 100, 2: 100}
+    engine.submit_write(fd, memory.address + 2 * KIB, 10, 0, 3)
+    assert finish(engine) == {1: 100, 2: 100, 3: 10}
+    assert double.modes == ["r", "r+"]
     engine.close()
     os.close(fd)
 

@@ -327,6 +327,14 @@ def test_gds_registers_memory_once_and_for_all_transfers_within(
     assert not engine.register_memory(memory.address, KIB, device)
 
 
+def test_posix_registers_nothing_more_than_all_memory(double: NixlDouble, memory: Memory) -> None:
+    """Ranges that overlap are not found by NIXL."""
+    engine = NixlEngine(1)
+    assert not engine.register_memory(memory.address, KIB)
+    assert len(double.agents[-1].registered["DRAM"]) == 1
+    engine.close()
+
+
 def test_only_the_plugins_asked_for_are_tried(double: NixlDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     double.plugins = ("GDS_MT", "GDS", "POSIX")
     monkeypatch.setattr(nixl, "has_device", lambda: True)
