@@ -148,6 +148,17 @@ def test_a_restart_goes_on_where_it_stopped() -> None:
     assert later.learn(reading, 1.0, 60.0) == 0, "what was written while nobody ran is of days that are over"
 
 
+@pytest.mark.parametrize("field", range(4))
+def test_numbers_of_no_drive_are_not_kept(field: int) -> None:
+    budget = governor()
+    numbers = [0, 0, 0, 0]
+    numbers[field] = 2**128 - 1
+    assert budget.learn(Reading(*numbers), 1.0, 10.0) == 0
+    text = msgspec.json.encode(budget.state(20.0, 20.0))
+    assert msgspec.json.decode(text, type=EnduranceState).surcharge is not None, "or all would be forgotten"
+    assert budget.learn(Reading(GB, 0, 0, 0), 1.0, 30.0) == GB
+
+
 def test_a_state_of_before_is_still_read() -> None:
     fields = msgspec.to_builtins(governor().state(5.0, 5.0))
     for name in ("charged_bytes", "surcharge"):
