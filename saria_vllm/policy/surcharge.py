@@ -58,6 +58,8 @@ class Surcharge:
     def learn(self, reading: Reading, share: float, now: float) -> int:
         """What the time since the last reading used up beside this engine's own bytes, `share` of what others wrote
         included."""
+        if max(reading.host_bytes, reading.media_bytes, reading.ours_bytes, reading.mine_bytes) > _EXABYTE:
+            return 0  # No drive, and not to be kept.
         last, self._last, self._read = self._last, reading, now
         if last is None:
             return 0

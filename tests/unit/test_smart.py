@@ -98,6 +98,12 @@ def test_a_volume_on_a_raid_is_its_drives_each_once(tmp_path: Path) -> None:
     assert found.media_bytes == 30
 
 
+def test_a_disk_of_a_kernel_that_lists_no_members(tmp_path: Path) -> None:
+    folder = add_disk(tmp_path, "nvme0n1")
+    (folder / "slaves").rmdir()
+    assert disks_under(str(folder)) == ["nvme0n1"]
+
+
 def test_why_it_cannot_be_read_is_said(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     assert read_smart(missing) == f"{missing}: No such file or directory"

@@ -184,10 +184,11 @@ def test_a_failed_record_takes_its_segment_with_it_when_its_last_job_ends() -> N
     assert not machine.extents.given_up(np.array([[0, 0, 3]], np.int32)).any()
     assert failed(machine, (0, 1, 1), 0.0) == [], "what fails behind it is no second failure"
     assert machine.extents.unreadable(0.0) is None
+    assert machine.write(1, now=PAUSE_S).tolist() == [[0, 2, 0]], "it is not filled on"
     machine.extents.release(busy)
     assert machine.extents.retired == [(0, 1)]
-    assert failed(machine, (0, 1, 2), 0.0) == []
-    assert machine.write(1, now=PAUSE_S).tolist() == [[0, 2, 0]], "it is not filled on"
+    assert failed(machine, (0, 1, 2), PAUSE_S) == []
+    assert machine.write(1, now=PAUSE_S).tolist() == [[0, 2, 1]]
 
 
 def test_a_full_drive_loses_its_oldest_segment_once_and_gets_no_more_than_it_had() -> None:

@@ -143,9 +143,22 @@ def test_a_restart_goes_on_where_it_stopped() -> None:
     assert again.room(50.0) == pytest.approx(budget.room(2800.0), abs=2)
     reading = Reading(210 * GB, 420 * GB, 0, 0)
     assert again.learn(reading, 1.0, 60.0) == budget.learn(reading, 1.0, 2810.0) > 10 * GB
+    much = Reading(10**15, 2 * 10**15, 0, 0)
+    assert again.learn(much, 1.0, 70.0) == budget.learn(much, 1.0, 2820.0) < CHARGED_MAX * BUDGET - 200 * GB
     later = Governor(BUDGET, 1.2 * BUDGET, 50.0)
     later.restore(state, 50.0, 500_000.0 + 2 * DAY_S)
     assert later.learn(reading, 1.0, 60.0) == 0, "what was written while nobody ran is of days that are over"
+
+
+@pytest.mark.parametrize("field", range(4))
+def test_numbers_of_no_drive_are_not_kept(field: int) -> None:
+    budget = governor()
+    numbers = [0, 0, 0, 0]
+    numbers[field] = 2**128 - 1
+    assert budget.learn(Reading(*numbers), 1.0, 10.0) == 0
+    text = msgspec.json.encode(budget.state(20.0, 20.0))
+    assert msgspec.json.decode(text, type=EnduranceState).surcharge is not None, "or all would be forgotten"
+    assert budget.learn(Reading(GB, 0, 0, 0), 1.0, 30.0) == GB
 
 
 def test_a_state_of_before_is_still_read() -> None:

@@ -60,3 +60,22 @@ def test_a_write_that_ends_well_on_a_segment_that_was_given_up_is_not_kept() -> 
     assert [match(tiers, [key], 0, 1) for key in KEYS[:4]] == [0] * 4
     assert tiers.chunks.extents is not None
     assert tiers.chunks.extents.retired == [(0, 0)]
+
+
+def test_a_full_drive_gives_up_the_oldest_and_keeps_what_was_written() -> None:
+    """Four chunks are there, in segments of two; of the next two one finds no room."""
+    tiers = make_tiers(admission=AdmissionConfig(policy="saria", evictions=1), persist_records=12, segments_max=9)
+    store(tiers, KEYS[:4])
+    end(tiers, *evict_all(tiers))
+    store(tiers, [b"x", b"y"])
+    end(tiers, *evict_all(tiers), failed=(1,), reason="disk_full")
+    assert tiers.chunks.extents is not None
+    assert tiers.chunks.extents.retired == [(0, 0), (0, 2)]
+    assert [match(tiers, [key], 0, 1) for key in (*KEYS[:4], b"x", b"y")] == [1, 1, 0, 0, 0, 0]
+    store(tiers, [b"z"])
+    assert evict_all(tiers, now=9.0) == []
+    store(tiers, [b"z"])
+    end(tiers, *evict_all(tiers, now=10.0), now=10.0)
+    assert match(tiers, [b"z"], 0, 1) == 1
+    counts = tiers.take_counts()
+    assert (counts["drive_errors:0"], counts["drive_pauses:0"], counts["retired_chunks"]) == (1, 1, 2)

@@ -13,7 +13,7 @@ import pytest
 from saria_vllm.errors import StorageError
 from saria_vllm.storage.namespace import EngineDirectory, namespace_name
 from saria_vllm.storage.reclaim import reclaim_others
-from saria_vllm.storage.wear import device_bytes, read_state, write_state
+from saria_vllm.storage.wear import device_bytes, engines_with_state, on_one_device, read_state, write_state
 
 STATE = b'{"saved_s":5.0,"spent_bytes":1.5}'
 
@@ -77,6 +77,15 @@ def test_this_machine_has_drives(tmp_path: Path) -> None:
         device_bytes(["/nonexistent"])
 
 
+def test_paths_on_one_device_are_known_to_be(tmp_path: Path) -> None:
+    paths = [str(tmp_path), "/dev/shm", str(tmp_path / "a")]
+    (tmp_path / "a").mkdir()
+    here = [paths[0], paths[2]]
+    assert on_one_device(paths, str(tmp_path / "no sysfs")) == [here, ["/dev/shm"], here]
+    with pytest.raises(StorageError, match="nonexistent"):
+        on_one_device(["/nonexistent"])
+
+
 # The file.
 
 
@@ -88,6 +97,15 @@ def test_a_state_is_read_back_by_its_engine_only(tmp_path: Path) -> None:
     assert read_state(str(tmp_path), 1) is None
     assert stat.S_IMODE(state_file(tmp_path).stat().st_mode) == 0o600
     assert sorted(os.listdir(tmp_path / "saria")) == ["endurance-e0.json"]
+
+
+def test_engines_with_a_state_are_found(tmp_path: Path) -> None:
+    assert engines_with_state(str(tmp_path)) == []
+    for index in (12, 0, 3):
+        write_state(str(tmp_path), index, STATE)
+    for name in ("endurance-e7.json.new", "endurance-ex.json", "endurance-e1234567890.json", "endurance-e5.lease"):
+        (tmp_path / "saria" / name).touch()
+    assert engines_with_state(str(tmp_path)) == [0, 3, 12]
 
 
 def nothing(path: Path) -> None:
