@@ -296,9 +296,10 @@ class _RankCheck:
                 suspects.append(view)
             else:
                 yield from self._report(fd, at, view)
-        for pause_s in CONFIRM_S if suspects else ():
-            time.sleep(pause_s)
-            suspects = self._confirmed(fd, suspects, place)
+        for pause_s in CONFIRM_S:
+            if suspects:
+                time.sleep(pause_s)
+                suspects = self._confirmed(fd, suspects, place)
         for view in suspects:
             yield from self._report(fd, at, view)
         yield from self._duplicates(fd, at, place)
@@ -370,8 +371,9 @@ class _RankCheck:
 
     def _orphans(self, fd: int, at: str, segments: list[int]) -> Iterator[Finding]:
         """Journals without data. An engine makes data first and removes them first."""
-        for pause_s in CONFIRM_S if segments and self._may_change() else (0.0,):
-            time.sleep(pause_s)
+        for pause_s in (0.0, *CONFIRM_S):
+            if segments and self._may_change():
+                time.sleep(pause_s)
             segments = [
                 segment
                 for segment in segments

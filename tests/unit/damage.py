@@ -392,6 +392,7 @@ DROPPED = [
 ]  # fmt: skip
 KEPT = [
     data_is_a_directory, journal_is_a_fifo, open_mode, open_small_files, open_directories, foreign_files, no_lease,
-    lease_is_a_symlink, damaged_generation, damaged_generation_beside_a_key_twice, no_generation, generation_of_before, no_parts, rank_is_a_symlink,
+    lease_is_a_symlink, damaged_generation, damaged_generation_beside_a_key_twice, no_generation,
+    generation_of_before, no_parts, rank_is_a_symlink,
     engine_is_a_symlink, namespace_is_a_file, other_user, other_users_rank, namespace_of_another_version,
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,6 +119,12 @@ def test_what_a_reset_left_is_of_no_use_but_not_wrong(capsys: pytest.CaptureFixt
     assert (status, report["records"], report["useless_segments"]) == (0, 0, 4)
 
 
+def test_a_seal_that_was_interrupted_is_no_damage(capsys: pytest.CaptureFixture[str], place: Place) -> None:
+    patch(place.data(2), place.data(2).stat().st_size - 4096, b"part of an index")
+    status, report = fsck(capsys, place.root)
+    assert (status, report["records"]) == (0, GOOD)
+
+
 @pytest.mark.parametrize("ranks", [2])
 def test_every_rank_and_engine_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path, ranks: int) -> None:
     engines = [LiveEngine([str(tmp_path)], ranks=ranks) for _ in range(2)]
@@ -175,6 +182,23 @@ def test_an_engine_in_use_is_read_and_never_changed(
     status, report = fsck(capsys, tmp_path, "--drop-bad")
     assert (found_in(report), report["in_use"], report["dropped"]) == (bad, 0, 3)
     assert fsck(capsys, tmp_path)[0] == 0
+
+
+def test_what_an_engine_was_just_changing_is_looked_at_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, engine_in: Callable[[str], subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    engine_in("idle")
+    place, pauses = Place(tmp_path), []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        patch(place.data(0), offset_of(0, 4))  # Flips the bit back.
+
+    patch(place.data(0), offset_of(0, 4))
+    monkeypatch.setattr(time, "sleep", sleep)
+    status, report = fsck(capsys, tmp_path)
+    assert (status, report["findings"], len(pauses)) == (0, [], 1)
 
 
 def test_an_engine_at_work_is_not_mistaken_for_damage(
