@@ -7,18 +7,17 @@ that cannot be made says why and is a warning. The exit status is 1 when somethi
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from saria_vllm.cli import UsageError
 from saria_vllm.cli import doctor_checks as checks
 from saria_vllm.cli import doctor_paths as paths
 from saria_vllm.cli.doctor_checks import Check, Machine, guarded
 from saria_vllm.config import SariaConfig
+from saria_vllm.engine.drive_rates import measure
 from saria_vllm.engine.io_uring import UringEngine
 from saria_vllm.engine.nixl import has_device
 from saria_vllm.storage.smart import read_smart
@@ -75,7 +74,7 @@ def _of_path(machine: Machine, path: str, share: int | None, pids: list[int]) ->
             "space": lambda: paths.space(path, share),
             "O_DIRECT": lambda: paths.direct(path),
             "NUMA": lambda: paths.numa(machine, path, affinity),
-            "drive rates": lambda: paths.rates(path, _measure),
+            "drive rates": lambda: paths.rates(path, measure),
             "SMART": lambda: paths.smart(path, read_smart),
             "endurance": lambda: paths.endurance(path, paths.now_s()),
             "leases": leases,
@@ -112,10 +111,6 @@ def _run(named: dict[str, Callable[[], Check]]) -> Iterator[Check]:
 
 def _open_ring() -> None:
     UringEngine(RING_DEPTH).close()
-
-
-def _measure(*arguments: Any) -> Any:
-    return importlib.import_module("saria_vllm.engine.drive_rates").measure(*arguments)
 
 
 def _extra(text: str) -> object:

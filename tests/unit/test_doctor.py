@@ -361,7 +361,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No package is imported, and no drive measured."""
     monkeypatch.setattr(doctor_checks, "ask_python", answer("0.32.0"))
     rates = SimpleNamespace(read=SimpleNamespace(mb_s=3000), write=SimpleNamespace(mb_s=2000), engine="posix")
-    monkeypatch.setattr(doctor, "_measure", lambda *arguments: rates)
+    monkeypatch.setattr(doctor, "measure", lambda *arguments: rates)
 
 
 @pytest.mark.usefixtures("quick")
