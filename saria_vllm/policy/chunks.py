@@ -132,6 +132,7 @@ class Chunks:
             wanted = (index.ssd[rows] == NONE).nonzero()[0]
             fits = wanted[self.extents.adopt(places[wanted], group, rows[wanted])]
             index.ssd[rows[fits]] = VALID
+            index.reuses_written[rows[fits]] = index.reuses[rows[fits]]
             index.drive[rows[fits]], index.segment[rows[fits]], index.record[rows[fits]] = places[fits].T
             self.ghosts.back(rows[fits])
             index.remove(added[index.ssd[added] == NONE])

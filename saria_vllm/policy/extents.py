@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from saria_vllm.policy.index import NO_ROWS, Mask, Rows
+from saria_vllm.policy.index import NO_ROWS, Column, Mask, Rows
 from saria_vllm.types import Extent, Ints
 
 DRIVE_PAUSE_S = 10.0
 """How long a drive that failed a write gets no writes."""
+
+LAST_SHARE = 0.25
+"""Of a full drive's segments, the oldest: what is read while it is there may be written again before it is retired."""
 
 READS_PAUSE_S = 60.0
 """How long nothing is read from a drive that held up a load until its deadline."""
@@ -128,6 +132,16 @@ class ExtentAllocator:
         self._next_segment += 1
         segments[segment.id] = self._open[drive, group] = segment
         return segment
+
+    def go_soon(self, drives: Column, segments: Column) -> Mask:
+        """Whether records in these segments are in the oldest `LAST_SHARE` of a full drive, by position."""
+        ends = np.full(self.drives, -1, np.int64)
+        for drive, mine in enumerate(self._by_drive):
+            if len(mine) >= self._segments_max:
+                last = math.ceil(len(mine) * LAST_SHARE)
+                ends[drive] = next(itertools.islice(mine, last, None), -1)
+        soon: Mask = segments < ends[drives]
+        return soon
 
     def _retire(self, segment: Segment) -> None:
         del self._by_drive[segment.drive][segment.id]

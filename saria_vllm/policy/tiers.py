@@ -54,6 +54,7 @@ class Tiers:
         persist_bytes_max: bound of DRAM bytes being written to SSD, on one rank.
         ranks: how many ranks report each job.
         promotion: how much of what was loaded from SSD goes back to DRAM; none: all.
+        second_chance: what may be written to SSD again before its segment goes, as a share of what is written first.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Tiers:
         persist_bytes_max: int,
         ranks: int = 1,
         promotion: Promotion | None = None,
+        second_chance: float = 0.0,
     ) -> None:
         self.shapes = list(shapes)
         self.chunks = Chunks(len(self.shapes), slots, extents, ghosts_max)
@@ -75,8 +77,9 @@ class Tiers:
         self._admission = admission
         self.promotion = promotion or Promotion()
         self.evictor = Evictor(
-            self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks, self.promotion
-        )
+            self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks, self.promotion,
+            second_chance,
+        )  # fmt: skip
         self._tokens = self.shapes[0].block_tokens * self.shapes[0].blocks_per_chunk
 
     # Questions.
@@ -185,16 +188,18 @@ class Tiers:
     def plan_store(
         self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
     ) -> tuple[StoreJob | None, int]:
-        """Store chunks first..end that no tier holds, as far as there are slots.
+        """Store chunks first..end that no tier holds or SSD loses soon, as far as there are slots.
+
+        Their blocks must hold their bytes. What is about to go from SSD is in DRAM for its second chance.
 
         Returns:
             The job, or None when there is nothing to copy, and the chunk to go on with.
         """
         index = self.chunks.index
-        absent = [
-            (rows < 0) | ((index.dram[rows] == NONE) & (index.ssd[rows] == NONE))
-            for rows in index.locate(prefix, first, end)
-        ]
+        absent = []
+        for group, rows in enumerate(index.locate(prefix, first, end)):
+            leaves_ssd = (index.ssd[rows] == NONE) | self.evictor.second_chances(group, rows)
+            absent.append((rows < 0) | ((index.dram[rows] == NONE) & leaves_ssd))
         return self._plan_copies("store", prefix, first, absent, blocks, now)
 
     def promote_until(self, prefix: Prefix, end: int, now: float) -> int:
