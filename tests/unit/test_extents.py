@@ -81,6 +81,23 @@ def test_the_oldest_segment_is_retired_under_the_cap() -> None:
     assert extents.segments() == 2
 
 
+def test_the_oldest_quarter_of_a_full_drive_goes_soon() -> None:
+    extents = ExtentAllocator(2, 5, [1])
+    for row in range(8):
+        write(extents, row)
+    drives, segments = np.arange(10) % 2, np.arange(10)
+    assert not extents.go_soon(drives, segments).any(), "there is room"
+    write(extents, 8)
+    assert extents.go_soon(drives, segments).nonzero()[0].tolist() == [0, 2], (
+        "only drive 0 is full"
+    )
+    write(extents, 9)
+    write(extents, 10)
+    assert extents.retired == [(0, 0)]
+    assert extents.go_soon(drives, segments).nonzero()[0].tolist() == [0, 1, 2, 3, 4]
+    assert not ExtentAllocator(1, 0, [1]).go_soon(drives[:1], segments[:1]).any()
+
+
 def test_records_that_are_not_readable_are_not_lost() -> None:
     extents = ExtentAllocator(1, 1, [3])
     for row in (7, 8, 9):
