@@ -54,22 +54,22 @@ def simulator_like(engine: Engine, admission: AdmissionConfig) -> Simulator:
     return simulator
 
 
-def agents(seed: int) -> list[tuple[list[int], Hints]]:
-    """Prompts of four agents that take turns, grow, branch off now and then, and start again as another session; and
-    what the agents say of them."""
+def agents(seed: int, turns: int, choices: list[int], longest: int) -> list[tuple[list[int], Hints]]:
+    """Prompts of agents that take turns, grow, branch off now and then, and start again as another session; and what the
+    agents say of them. Agents are drawn from `choices`."""
     rng = random.Random(seed)
     prompts, sessions, contexts = (
         [],
-        list("abcd"),
-        {agent: prompt(rng.randrange(40, 200), seed=agent) for agent in range(4)},
+        [chr(97 + agent) for agent in range(max(choices) + 1)],
+        {agent: prompt(rng.randrange(40, 200), seed=agent) for agent in range(max(choices) + 1)},
     )
-    for turn in range(60):
-        agent = rng.choice([0, 0, 0, 1, 1, 2, 3])
+    for turn in range(turns):
+        agent = rng.choice(choices)
         context = contexts[agent]
         if rng.random() < 0.15:
             context = context[: len(context) // 2]
         context = context + prompt(rng.randrange(10, 90), seed=100 + turn)
-        ends = len(context) > 700
+        ends = len(context) > longest
         contexts[agent] = prompt(50, seed=agent) if ends else context
         prompts.append((context[: len(context) - (len(context) % 16 == 0)], Hints(sessions[agent], ends)))
         sessions[agent] += "'" * ends
@@ -92,11 +92,11 @@ def agents(seed: int) -> list[tuple[list[int], Hints]]:
 def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, policy: str, seed: int) -> None:
     policy, _, extra = policy.partition(" with ")
     hinted, again = extra == "hints", extra == "second chances"
-    admission = AdmissionConfig(policy=policy, second_chance=0.1 if again else 0.0)  # type: ignore[arg-type]
+    admission = AdmissionConfig(policy=policy, second_chance=0.5 if again else 0.0)  # type: ignore[arg-type]
     engine = make(
         blocks=400,
         # What goes soon is asked of each batch that leaves DRAM: the simulator stores a prompt at once.
-        batched_tokens=1024 if again else 64,
+        batched_tokens=256 if again else 64,
         block_bytes=65536,
         dram_capacity="4MiB",
         ssd_paths=[str(tmp_path)],
@@ -107,7 +107,8 @@ def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, poli
     )
     engine.serve("opens the SSD tier", prompt(8))
     simulator = simulator_like(engine, admission)
-    for number, (tokens, hints) in enumerate(agents(seed)):
+    load = (200, list(range(12)), 150) if again else (60, [0, 0, 0, 1, 1, 2, 3], 700)
+    for number, (tokens, hints) in enumerate(agents(seed, *load)):
         engine.now += 30.0
         engine.flush_hbm()
         hints = hints if hinted else NO_HINTS
