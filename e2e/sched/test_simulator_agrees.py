@@ -55,8 +55,8 @@ def simulator_like(engine: Engine, admission: AdmissionConfig) -> Simulator:
 
 
 def agents(seed: int, turns: int, choices: list[int], longest: int) -> list[tuple[list[int], Hints]]:
-    """Prompts of agents that take turns, grow, branch off now and then, and start again as another session; and what the
-    agents say of them. Agents are drawn from `choices`."""
+    """Prompts of agents that take turns, grow, branch off now and then, and start again as another session; and what
+    they say of them. Agents are drawn from `choices`."""
     rng = random.Random(seed)
     prompts, sessions, contexts = (
         [],
