@@ -51,6 +51,7 @@ _ACCEPTED = {
     "namespace": "a string that UTF-8 can encode",
     "admission.policy": f"one of {', '.join(get_args(AdmissionPolicy))}",
     "admission.threshold": "a number above 0, and for `return` at most 1",
+    "admission.second_chance": "a number from 0 to 1",
     "endurance.target_dwpd": "a number from {:g} to {:g}".format(*DWPD_RANGE),
     "endurance.hard_cap_dwpd": f"a number from target_dwpd to {DWPD_RANGE[1]:g}",
     **{key: f"a whole number from {low} to {high}" for key, (low, high) in _RANGES.items()},
@@ -101,6 +102,9 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on, by default `SCORE_THRESHOLD`."""
     ghosts_max: int = 1_000_000
     """Chunks whose history is remembered after their bytes are gone; about 235 bytes each."""
+    second_chance: float = 0.1
+    """Chunks that were read are written again before their SSD segment goes, up to this share of all other writes; 0
+    turns that off."""
 
 
 class EnduranceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -186,6 +190,9 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         threshold = self.admission.threshold
         if not 0 < threshold <= (1 if self.admission.policy == "return" else float(1 << 30)):
             raise ConfigError(f"admission.threshold: {threshold} is not {_ACCEPTED['admission.threshold']}")
+        share = self.admission.second_chance
+        if not 0 <= share <= 1:
+            raise ConfigError(f"admission.second_chance: {share} is not {_ACCEPTED['admission.second_chance']}")
         for key, (low, high) in _RANGES.items():
             struct: msgspec.Struct = self.admission if key.startswith("admission.") else self
             value = getattr(struct, key.removeprefix("admission."))

@@ -115,6 +115,7 @@ class SchedulerSide:
             headroom=[max(1, min(batch_chunks, slots.total(g) // 4)) for g in range(len(sizing.shapes))],
             persist_bytes_max=min(PERSIST_BYTES_MAX, region // 4),
             ranks=sizing.ranks,
+            second_chance=config.admission.second_chance,
         )
         self._requests: dict[str, RequestState] = {}
         self._loads: list[tuple[int, LoadJob]] = []

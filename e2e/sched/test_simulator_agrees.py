@@ -28,7 +28,7 @@ COMPARED = (
     "evicted_chunks:already_on_ssd", "evicted_chunks:dropped", "admission:not_yet", "admission:eviction_count",
     "admission:every_chunk", "admission:never", "admission:return_likely", "admission:return_unlikely",
     "admission:branch_left", "admission:session_ended", "persisted_chunks", "retired_chunks",
-    "dropped_chunks:not_admitted",
+    "dropped_chunks:not_admitted", "admission:second_chance", "second_chance_bytes",
 )  # fmt: skip
 
 
@@ -48,51 +48,67 @@ def simulator_like(engine: Engine, admission: AdmissionConfig) -> Simulator:
         headroom=side.tiers.evictor._headroom,
         persist_bytes_max=1 << 60,
         promotion=Promotion(0.0),
+        second_chance=admission.second_chance,
     )
     simulator._begun_s = engine.now
     return simulator
 
 
-def agents(seed: int) -> list[tuple[list[int], Hints]]:
-    """Prompts of four agents that take turns, grow, branch off now and then, and start again as another session; and
-    what the agents say of them."""
+def agents(seed: int, turns: int, choices: list[int], longest: int) -> list[tuple[list[int], Hints]]:
+    """Prompts of agents that take turns, grow, branch off now and then, and start again as another session; and what
+    they say of them. Agents are drawn from `choices`."""
     rng = random.Random(seed)
     prompts, sessions, contexts = (
         [],
-        list("abcd"),
-        {agent: prompt(rng.randrange(40, 200), seed=agent) for agent in range(4)},
+        [chr(97 + agent) for agent in range(max(choices) + 1)],
+        {agent: prompt(rng.randrange(40, 200), seed=agent) for agent in range(max(choices) + 1)},
     )
-    for turn in range(60):
-        agent = rng.choice([0, 0, 0, 1, 1, 2, 3])
+    for turn in range(turns):
+        agent = rng.choice(choices)
         context = contexts[agent]
         if rng.random() < 0.15:
             context = context[: len(context) // 2]
         context = context + prompt(rng.randrange(10, 90), seed=100 + turn)
-        ends = len(context) > 700
+        ends = len(context) > longest
         contexts[agent] = prompt(50, seed=agent) if ends else context
         prompts.append((context[: len(context) - (len(context) % 16 == 0)], Hints(sessions[agent], ends)))
         sessions[agent] += "'" * ends
     return prompts
 
 
-@pytest.mark.parametrize("policy", ["saria", "full_duplicate", "dram_only", "return", "return with hints"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "saria",
+        "full_duplicate",
+        "dram_only",
+        "return",
+        "return with hints",
+        "saria with second chances",
+        "return with second chances",
+    ],
+)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, policy: str, seed: int) -> None:
-    policy, _, hinted = policy.partition(" with ")
+    policy, _, extra = policy.partition(" with ")
+    hinted, again = extra == "hints", extra == "second chances"
+    admission = AdmissionConfig(policy=policy, second_chance=0.5 if again else 0.0)  # type: ignore[arg-type]
     engine = make(
         blocks=400,
-        batched_tokens=64,
+        # What goes soon is asked of each batch that leaves DRAM: the simulator stores a prompt at once.
+        batched_tokens=256 if again else 64,
         block_bytes=65536,
         dram_capacity="4MiB",
         ssd_paths=[str(tmp_path)],
         # Writing everything again and again to a full SSD, what is lost depends on when a write ends.
         ssd_capacity="64MiB" if policy == "full_duplicate" else "8MiB",
-        admission=policy,
+        admission={"policy": policy, "second_chance": admission.second_chance},
         endurance="off",
     )
     engine.serve("opens the SSD tier", prompt(8))
-    simulator = simulator_like(engine, AdmissionConfig(policy=policy))  # type: ignore[arg-type]
-    for number, (tokens, hints) in enumerate(agents(seed)):
+    simulator = simulator_like(engine, admission)
+    load = (200, list(range(12)), 150) if again else (60, [0, 0, 0, 1, 1, 2, 3], 700)
+    for number, (tokens, hints) in enumerate(agents(seed, *load)):
         engine.now += 30.0
         engine.flush_hbm()
         hints = hints if hinted else NO_HINTS
@@ -105,7 +121,8 @@ def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, poli
         theirs = simulator.tiers.chunks.counts
         ours = {name: engine.counted(name) for name in COMPARED}
         assert ours == {name: theirs.get(name, 0) for name in COMPARED}, f"after request {number}"
-    assert (ours["admission:session_ended"] > 0) == bool(hinted)
+    assert (ours["admission:session_ended"] > 0) == hinted
+    assert (ours["admission:second_chance"] > 0) == again
     if policy != "dram_only":
         assert ours["hit_tokens:ssd"] > 0
         assert ours["persisted_chunks"] > 0

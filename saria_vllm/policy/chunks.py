@@ -171,6 +171,7 @@ class Chunks:
             fits = wanted[self.extents.adopt(here.extents[wanted], group, rows[wanted])]
             index.ssd[rows[fits]] = VALID
             index.extent[rows[fits]] = here.extents[fits]
+            index.reuses_written[rows[fits]] = index.reuses[rows[fits]]
             self.ghosts.back(rows[fits])
             index.remove(added[index.ssd[added] == NONE])
             taken += len(fits)

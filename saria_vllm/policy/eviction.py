@@ -11,7 +11,7 @@ from saria_vllm.metrics import count
 from saria_vllm.policy.admission import ADMITS, REASONS, Admission, Budget, Reasons
 from saria_vllm.policy.chunks import Chunks
 from saria_vllm.policy.endurance import Governor
-from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Rows
+from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Rows
 from saria_vllm.policy.jobs import Job, Jobs
 from saria_vllm.policy.promotion import Promotion
 from saria_vllm.types import Extent, GroupShape, Ints, PersistJob
@@ -30,6 +30,7 @@ class Evictor:
         persist_bytes_max: int,
         ranks: int,
         promotion: Promotion,
+        second_chance: float,
     ) -> None:
         self._shapes, self._chunks, self._jobs, self._admission = shapes, chunks, jobs, admission
         self._headroom, self._ranks, self._promotion = list(headroom), ranks, promotion
@@ -42,6 +43,9 @@ class Evictor:
         """Slots that writes in flight will free, by group."""
         self._wanted: dict[int, None] = {}
         """Rows admitted before eviction, waiting for `make_room`."""
+        self._second_chance = second_chance
+        self._first_bytes, self._again_bytes = 0, 0
+        """Written for the first time, and as a second chance."""
 
     def consider(self, rows: Rows) -> None:
         """Chunks entered DRAM or were reused: admission may want those in DRAM on SSD before they are evicted."""
@@ -59,6 +63,24 @@ class Evictor:
         leaving = rows[index.evicting[rows] == 1]
         index.evicting[leaving] = 0
         self._evicting[group] -= len(leaving)
+
+    def second_chances(self, rows: Rows, going: Ints | None) -> Mask:
+        """Which of these may be written to SSD again: they were asked for since they were written, and their segments
+        go soon by what `ExtentAllocator.going` said."""
+        index = self._chunks.index
+        if going is None or not self._second_chance or going.max(initial=-1) < 0:
+            return np.zeros(len(rows), np.bool_)
+        places = index.extent[rows]
+        chosen: Mask = (index.ssd[rows] == VALID) & (index.reuses[rows] != index.reuses_written[rows])
+        return chosen & (places[:, 1] < going[places[:, 0]])
+
+    def _again(self, group: int, rows: Rows) -> Mask:
+        """Second chances that are within the share of writes that is for them."""
+        extents = self._chunks.extents
+        chosen = self.second_chances(rows, None if extents is None else extents.going())
+        left = int(self._first_bytes * self._second_chance - self._again_bytes) // self._written_bytes(group)
+        chosen[chosen.nonzero()[0][max(0, left) :]] = False
+        return chosen
 
     def make_room(self, now: float) -> list[PersistJob]:
         """See `Tiers.make_room`."""
@@ -108,11 +130,12 @@ class Evictor:
         """Evict rows of one group, the oldest first. False when it stopped at one that should wait for its write."""
         chunks, index = self._chunks, self._chunks.index
         group = int(index.group[rows[0]])
-        new = index.ssd[rows] == NONE
-        reasons = self._admission.evicted(index, rows[new], now, self._budget(now))
-        admitted = np.zeros(len(rows), np.bool_)
-        admitted[new] = ADMITS[reasons]
-        over = admitted.nonzero()[0][self._queue_room(group) :]
+        new, again = index.ssd[rows] == NONE, self._again(group, rows)
+        asked = new | again
+        reasons = np.zeros(len(rows), np.uint8)
+        reasons[asked] = self._admission.evicted(index, rows[asked], now, self._budget(now))
+        admitted = ADMITS[reasons] & asked
+        over = (admitted & new).nonzero()[0][self._queue_room(group) :]
         stop = len(rows)
         if over.size and chunks.extents is not None:
             # Those before it go first; then it waits while half of the headroom is there, for a store never waits for
@@ -123,13 +146,15 @@ class Evictor:
                 if chunks.slots.slabs_short(half) <= 0:
                     return [], False
                 stop = max(1, half[group] - chunks.slots.free(group))
-        rows, admitted, reasons = rows[:stop], admitted[:stop], reasons[: int(new[:stop].sum())]
+        rows, new, again, admitted = rows[:stop], new[:stop], again[:stop], admitted[:stop]
+        reasons = reasons[:stop][new]
         self._ask(group, len(reasons), now)
         index.evictions[rows] = np.minimum(index.evictions[rows], 0xFE) + 1
         self._promotion.evicted(int(index.promoted[rows].sum()), now)
         self._count_reasons(reasons)
-        count(chunks.counts, "dropped_chunks", len(reasons) - int(admitted.sum()), "not_admitted")
-        persists = self._persist(group, rows[admitted], now)
+        count(chunks.counts, "dropped_chunks", int((new & ~admitted).sum()), "not_admitted")
+        persists = self._persist(group, rows[admitted & new], now)
+        persists += self._persist_again(group, rows[admitted & again], now)
         leaving = rows[index.ssd[rows] == BUSY]
         index.evicting[leaving] = 1
         self._evicting[group] += len(leaving)
@@ -198,35 +223,56 @@ class Evictor:
         """How many more chunks may be on their way to SSD."""
         return sum(self._room_by_drive(group))
 
+    def _persist_again(self, group: int, rows: Rows, now: float) -> list[PersistJob]:
+        """Write chunks that are on SSD once more, as far as the bound of writes in flight goes."""
+        persists = self._persist(group, rows[: self._queue_room(group)], now)
+        written = sum(len(persist.keys) for persist in persists)
+        nbytes = written * self._written_bytes(group)
+        self._again_bytes += nbytes
+        self._first_bytes -= nbytes
+        count(self._chunks.counts, "admission", written, "second_chance")
+        count(self._chunks.counts, "second_chance_bytes", nbytes)
+        return persists
+
     def _persist(self, group: int, rows: Rows, now: float) -> list[PersistJob]:
-        """Write chunks to SSD, as many as the bound and the drives take; the others are counted as dropped."""
+        """Write chunks to SSD, as many as the bound and the drives take; others are counted as dropped unless SSD has
+        them. The record of one that is there is forgotten: its new one takes its place."""
         chunks, index = self._chunks, self._chunks.index
         if chunks.extents is None:
-            count(chunks.counts, "dropped_chunks", len(rows), "ssd_off")
+            self._count_dropped(rows, "ssd_off")
             return []
         room = self._room_by_drive(group)
-        count(chunks.counts, "dropped_chunks", len(rows[sum(room) :]), "persist_queue_full")
+        self._count_dropped(rows[sum(room) :], "persist_queue_full")
         rows = rows[: sum(room)]
         written_bytes = self._written_bytes(group)
         for drive, governor in enumerate(self.governors):
             room[drive] = min(room[drive], governor.room(now) // written_bytes)
-        count(chunks.counts, "dropped_chunks", len(rows[sum(room) :]), "over_budget")
+        self._count_dropped(rows[sum(room) :], "over_budget")
         rows = rows[: sum(room)]
         if not rows.size:
             return []
         extents, lost = chunks.extents.take(group, len(rows), room, now)
         chunks.lose_ssd(lost)
-        count(chunks.counts, "dropped_chunks", len(rows) - len(extents), "ssd_full")
+        self._count_dropped(rows[len(extents) :], "ssd_full")
         rows = rows[: len(extents)]
         for drive, governor in enumerate(self.governors):
             governor.spend(written_bytes * int((extents[:, 0] == drive).sum()), now)
+        self._first_bytes += written_bytes * len(rows)
+        for row in rows[index.ssd[rows] == VALID].tolist():
+            chunks.extents.forget(Extent(*index.extent[row].tolist()))
         index.ssd[rows] = BUSY
         index.extent[rows] = extents
+        index.reuses_written[rows] = index.reuses[rows]
         return [
             self._persist_job(group, rows[some], extents[some])
             for drive in range(chunks.extents.drives)
             for some in self._pieces(group, (extents[:, 0] == drive).nonzero()[0])
         ]
+
+    def _count_dropped(self, rows: Rows, reason: str) -> None:
+        """Of these chunks those are lost that are not on SSD."""
+        chunks = self._chunks
+        count(chunks.counts, "dropped_chunks", int((chunks.index.ssd[rows] == NONE).sum()), reason)
 
     def _pieces(self, group: int, positions: Rows) -> list[Rows]:
         """Jobs of at most a quarter of what may be on its way to a drive: one is written while others end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -12,6 +14,9 @@ from saria_vllm.types import Extent, Ints
 
 GROWTH_S = 60.0
 """On a drive that was full before its cap was reached one more segment is tried so often."""
+
+LAST_SHARE = 0.25
+"""Of a full drive's segments, the oldest: what is read while it is there may be written again before it is retired."""
 
 
 class Segment:
@@ -128,6 +133,16 @@ class ExtentAllocator:
         self._next_segment += 1
         segments[segment.id] = self._open[drive, group] = segment
         return segment
+
+    def going(self) -> Ints:
+        """By drive: the oldest segment that does not go soon, as the oldest `LAST_SHARE` of a full drive do; -1 for a
+        drive that is not full."""
+        oldest = np.full(self.drives, -1, np.int32)
+        for drive, mine in enumerate(self._by_drive):
+            if len(mine) >= self._segments_max:
+                last = math.ceil(len(mine) * LAST_SHARE)
+                oldest[drive] = next(itertools.islice(mine, last, None), -1)
+        return oldest
 
     def _retire(self, segment: Segment) -> None:
         del self._by_drive[segment.drive][segment.id]

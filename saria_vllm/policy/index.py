@@ -35,7 +35,7 @@ _COLUMNS: dict[str, tuple[type[np.number], int]] = {
     "leases": (np.int16, 0), "evictions": (np.uint8, 0), "reuses": (np.uint16, 0),
     "epoch": (np.int32, 0), "depth": (np.int32, 0), "ghost": (np.int32, 0), "uses": (np.int32, 0),
     "chained": (np.uint8, 0), "touched": (np.float32, 0), "entered": (np.float32, 0), "visit": (np.int32, 0),
-    "burst": (np.int32, 0), "promoted": (np.uint8, 0),
+    "burst": (np.int32, 0), "promoted": (np.uint8, 0), "reuses_written": (np.uint16, 0),
 }  # fmt: skip
 _WIDTH = {"slot": 2, "extent": 3}
 
@@ -105,6 +105,8 @@ class ChunkIndex:
     """the eviction that it was last part of: numbers of `Returns`, 0 for none."""
     promoted: Column
     """1 while it is in DRAM by a promotion and was not used since."""
+    reuses_written: Column
+    """`reuses` when it was written to SSD last: another number now means that it was asked for since."""
     depth: Column
     """Position in the prefix, in chunks."""
     ghost: Column

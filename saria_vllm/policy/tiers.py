@@ -55,6 +55,7 @@ class Tiers:
         persist_bytes_max: bound of DRAM bytes being written to SSD, on one rank.
         ranks: how many ranks report each job.
         promotion: how much of what was loaded from SSD goes back to DRAM; none: all.
+        second_chance: what may be written to SSD again before its segment goes, as a share of what is written first.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Tiers:
         persist_bytes_max: int,
         ranks: int = 1,
         promotion: Promotion | None = None,
+        second_chance: float = 0.0,
     ) -> None:
         self.shapes = list(shapes)
         self.chunks = Chunks(len(self.shapes), slots, extents, ghosts_max)
@@ -76,8 +78,9 @@ class Tiers:
         self._admission = admission
         self.promotion = promotion or Promotion()
         self.evictor = Evictor(
-            self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks, self.promotion
-        )
+            self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks, self.promotion,
+            second_chance,
+        )  # fmt: skip
         self._tokens = self.shapes[0].block_tokens * self.shapes[0].blocks_per_chunk
 
     # Questions.
@@ -180,7 +183,9 @@ class Tiers:
     def plan_store(
         self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
     ) -> tuple[StoreJob | None, int]:
-        """Store chunks first..end that no tier holds where they can be read, as far as there are slots.
+        """Store chunks first..end that no tier holds to be read, or SSD loses soon, as far as there are slots.
+
+        Their blocks must hold their bytes. What is about to go from SSD is in DRAM for its second chance.
 
         Returns:
             The job, or None when there is nothing to copy, and the chunk to go on with.
@@ -189,7 +194,9 @@ class Tiers:
         paused = None if extents is None else extents.unreadable(now)
         absent = []
         for rows in index.locate(prefix, first, end):
-            lost = index.ssd[rows] == NONE
+            lost = (index.ssd[rows] == NONE) | self.evictor.second_chances(
+                rows, None if extents is None else extents.going()
+            )
             if paused is not None:
                 lost |= paused[index.extent[rows, 0]]
             absent.append((rows < 0) | ((index.dram[rows] == NONE) & lost))

@@ -83,6 +83,8 @@ class SimResult(msgspec.Struct):
     hit_requests: int = 0
     dram_only_requests: int = 0
     ssd_write_tokens: int = 0
+    ssd_second_chance_tokens: int = 0
+    """Of what was written, what was on SSD already, in a segment that went soon."""
     ssd_read_once_tokens: int = 0
     """Of what was written, what was read at least once before it was written again or the run ended."""
     ssd_write_tokens_by_day: list[int] = []
@@ -106,6 +108,8 @@ class SimResult(msgspec.Struct):
             "dram_hit_rate": self.dram_hit_tokens / prompt,
             "ssd_hit_rate": self.ssd_hit_tokens / prompt,
             "ssd_write_tokens": self.ssd_write_tokens,
+            "ssd_second_chance_tokens": self.ssd_second_chance_tokens,
+            "ssd_write_amplification": writes / max(1, writes - self.ssd_second_chance_tokens),
             "ssd_writes_never_read_fraction": never_read / writes,
             "dram_only_request_fraction": self.dram_only_requests / max(1, self.hit_requests),
             "dram_evicted_tokens": self.dram_evicted_tokens,
@@ -137,6 +141,7 @@ class Simulator:
             headroom=[_HEADROOM],
             persist_bytes_max=1 << 60,
             promotion=Promotion(config.promotion, config.ssd_ingress_ratio),
+            second_chance=config.admission.second_chance,
         )
         self._refresh_all = config.admission.policy == "full_duplicate" and admission is None
         self._unread = np.zeros(0, np.bool_)
@@ -161,7 +166,9 @@ class Simulator:
             served = self._serve(time_s, prefix, request.input_tokens, self._hints(session, request))
             self.result.elapsed_s += time.perf_counter() - began
             yield served
-        self.result.counts = self.tiers.take_counts()
+        result, counts = self.result, self.tiers.take_counts()
+        result.counts = counts
+        result.ssd_second_chance_tokens = counts.get("admission:second_chance", 0) * self.config.chunk_tokens
 
     def _begin(self, time_s: float) -> None:
         self._begun_s = time_s
@@ -192,8 +199,7 @@ class Simulator:
         if ssd:
             rows = tiers.chunks.index.locate(prefix, 0, hit)[0]
             self._note_reads(rows[tiers.chunks.index.dram[rows] != VALID])
-        if hit < end:
-            self._copy(tiers.plan_store, prefix, hit, end, time_s)
+        self._copy(tiers.plan_store, prefix, 0, end, time_s)
         self._promote(prefix, end, time_s)
         tiers.touch(prefix, end, 0, time_s)
         self._make_room(time_s)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from flights import TORN, Chunk, Content, Flight, Place
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -72,45 +72,6 @@ SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None)
 """A few seconds. To search longer: more examples."""
 
 
-class Content(NamedTuple):
-    group: int
-    key: bytes
-    generation: int
-    sound: bool = True
-
-
-TORN = Content(-1, b"torn", -1)
-"""Bytes of a write that was planned and has not run: nobody may read them."""
-Place = tuple[int, Slot | Extent]
-"""(group, slot) or (group, extent). A slot of one group has another address than the same slot of another group."""
-
-
-class Chunk(NamedTuple):
-    group: int
-    key: bytes
-
-
-class Flight:
-    """A job in flight with the generation it was planned in and the ranks that have not run it yet."""
-
-    def __init__(
-        self, job: StoreJob | LoadJob | PersistJob, generation: int, ranks: int, keys: list[bytes] | None = None
-    ) -> None:
-        self.job, self.generation = job, generation
-        self.store_keys = keys or []
-        """Keys of a store's items, which the job itself does not carry."""
-        self.ranks_left = list(range(ranks))
-        self.failed: set[int] = set()
-
-    def slots(self) -> list[tuple[int, Slot]]:
-        return [(item.group, item.slot) for item in self.job.items if item.slot is not None]
-
-    def extents(self) -> list[Extent]:
-        if isinstance(self.job, StoreJob):
-            return []
-        return [item.extent for item in self.job.items if item.extent is not None]
-
-
 class TiersMachine(RuleBasedStateMachine):
     """Rules are what the connector and the workers do; the checks are the contract of `Tiers`."""
 
@@ -124,6 +85,7 @@ class TiersMachine(RuleBasedStateMachine):
         persists_max=st.sampled_from([8, 1, 2]),
         ghosts_max=st.sampled_from([100, 1]),
         with_ssd=st.sampled_from([True, True, False]),
+        second_chance=st.sampled_from([1.0, 0.3, 0.0]),
     )
     def build(
         self,
@@ -134,6 +96,7 @@ class TiersMachine(RuleBasedStateMachine):
         persists_max: int,
         ghosts_max: int,
         with_ssd: bool,
+        second_chance: float,
     ) -> None:
         slabs += self.groups - 1
         self.shapes = [GroupShape(g, 16, 1, (4096, 12288)[g]) for g in range(self.groups)]
@@ -150,7 +113,11 @@ class TiersMachine(RuleBasedStateMachine):
             headroom=self.headroom,
             persist_bytes_max=self.persist_bytes_max,
             ranks=ranks,
+            second_chance=second_chance,
         )
+        self.second_chance, self.written_bytes = second_chance, 0
+        self.read: set[Chunk] = set()
+        """Chunks on SSD that were reused since they were written."""
         self.prefixes = {tuple(path): Prefix(path) for path in PATHS}
         self.now, self.generation = 0.0, 0
         self.flights: dict[int, Flight] = {}
@@ -174,12 +141,9 @@ class TiersMachine(RuleBasedStateMachine):
         if first >= end:
             return
         blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
-        expected = [
-            Chunk(g, path[i])
-            for g in range(self.groups)
-            for i in range(first, end)
-            if Chunk(g, path[i]) not in self.dram and Chunk(g, path[i]) not in self.ssd
-        ]
+        wanted = [Chunk(g, path[i]) for g in range(self.groups) for i in range(first, end)]
+        leaving = self.second_chances(wanted)
+        expected = [c for c in wanted if c not in self.dram and (c not in self.ssd or c in leaving)]
         used = self.slots_in_use()
         job, went_on = self.tiers.plan_store(self.prefix(path), first, end, blocks, self.now)
         assert first <= went_on <= end
@@ -206,7 +170,7 @@ class TiersMachine(RuleBasedStateMachine):
             return
         dram_tokens, ssd_tokens = self.tiers.tier_tokens(self.prefix(path), first, end)
         blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
-        self.tiers.touch(self.prefix(path), end, 0, self.now)
+        self.touch(path, end)
         job = self.tiers.plan_load("request", self.prefix(path), first, end, blocks)
         assert [(item.group, item.key) for item in job.items] == [
             (g, key) for g in range(self.groups) for key in path[first:end]
@@ -230,11 +194,11 @@ class TiersMachine(RuleBasedStateMachine):
         assert dram_tokens == 16 * (end - first - len(from_ssd))
         assert self.tiers.is_loading(self.prefix(path), first)
         self.flights[job.job_id] = Flight(job, self.generation, self.ranks)
-        self.touched(path, first)
 
     @rule(path=st.sampled_from(PATHS), reused=st.integers(0, 6))
     def touch(self, path: list[bytes], reused: int) -> None:
         self.tiers.touch(self.prefix(path), len(path), min(reused, len(path)), self.now)
+        self.read |= self.ssd.keys() & {Chunk(g, key) for g in range(self.groups) for key in path[:reused]}
         self.touched(path, len(path))
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 20.0]))
@@ -258,7 +222,11 @@ class TiersMachine(RuleBasedStateMachine):
                 chunk, place = Chunk(item.group, item.key), (item.group, item.slot)
                 assert before[chunk] == ("valid", item.slot)
                 assert chunk in self.dram
-                assert chunk not in self.ssd, "written twice"
+                if chunk in self.ssd:
+                    assert self.second_chance and chunk in self.read, "written twice"
+                    assert self.ssd[chunk][0] == "valid"
+                self.read.discard(chunk)
+                self.written_bytes += self.ranks * self.shapes[chunk.group].record_bytes
                 assert place not in self.bad, "a bad slot was persisted"
                 assert item.parent == PARENT[item.key]
                 assert item.extent.drive == job.drive, "a drive that hangs would hold up another"
@@ -290,6 +258,7 @@ class TiersMachine(RuleBasedStateMachine):
                 continue
             places.add(extent)
             self.ssd[chunk] = ("valid", extent)
+            self.read.discard(chunk)
             self.segments_seen.add((extent.drive, extent.segment))
             for contents in self.contents:
                 contents[group, extent] = Content(group, key, self.generation)
@@ -306,6 +275,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.generation += 1
         self.dram.clear()
         self.ssd.clear()
+        self.read.clear()
         self.loose.clear()
         self.drain_retired()
 
@@ -474,6 +444,25 @@ class TiersMachine(RuleBasedStateMachine):
                     del self.ssd[chunk]
         self.tiers.chunks.extents.retired.clear()
 
+    def again_bytes(self) -> int:
+        return self.tiers.chunks.counts.get("second_chance_bytes", 0)
+
+    def second_chances(self, chunks: list[Chunk]) -> set[Chunk]:
+        """Which of these go with one of the oldest segments, were read, and may be written again within the bound."""
+        found: set[Chunk] = set()
+        for group in range(self.groups):
+            nbytes = self.ranks * self.shapes[group].record_bytes
+            first_bytes = self.written_bytes - self.again_bytes()
+            left = max(0, int(first_bytes * self.second_chance - self.again_bytes()) // nbytes)
+            mine = [c for c in chunks if c.group == group and c in self.read and self.ssd.get(c, ("",))[0] == "valid"]
+            found.update([chunk for chunk in mine if self.goes_soon(self.ssd[chunk][1])][:left])
+        return found
+
+    def goes_soon(self, extent: Extent) -> bool:
+        """Whether the drive is full and at most a quarter of its segments is older."""
+        mine = sorted(segment for drive, segment in self.segments_seen - self.retired if drive == extent.drive)
+        return len(mine) >= SEGMENTS_MAX and mine.index(extent.segment) < -(-len(mine) // 4)
+
     def touched(self, path: list[bytes], end: int) -> None:
         self.loose -= {Chunk(g, key) for g in range(self.groups) for key in path[:end]}
 
@@ -495,6 +484,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert known == {c.key for c in [*self.dram, *self.ssd] if c.group == group}
         assert sum(tiers.chunks.slots.used) == len(self.slots_in_use())
         assert len(tiers.chunks.ghosts) <= self.ghosts_max
+        assert self.again_bytes() <= self.second_chance * (self.written_bytes - self.again_bytes())
         for drive in range(DRIVES):
             writing = [
                 self.shapes[flight.job.group].record_bytes
@@ -574,6 +564,7 @@ def walk(model: TiersMachine, rng: random.Random, steps: int) -> None:
         persists_max=rng.choice([1, 2, 8]),
         ghosts_max=rng.choice([1, 100]),
         with_ssd=True,
+        second_chance=rng.choice([1.0, 0.3, 0.0]),
     )
     failing = [()] * 20 + [(0,), (1, 2), (3,)]
     for _ in range(steps):

@@ -225,6 +225,7 @@ ADMISSION_TYPOS = {
     "reuses": ["reuse", "re_uses"],
     "ghosts_max": ["ghost_max", "max_ghosts"],
     "threshold": ["treshold", "threshhold", "Threshold"],
+    "second_chance": ["secondchance", "second_chances", "second-chance"],
 }
 
 ENDURANCE_TYPOS = {

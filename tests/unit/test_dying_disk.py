@@ -123,7 +123,7 @@ def test_b39_the_other_drive_goes_on(make_rig: MakeRig) -> None:
     keys = node.store(8)
     forget_dram(node)
     assert node.load(keys) == 8
-    drives = node.tiers.chunks.index.drive
+    drives = node.tiers.chunks.index.extent[:, 0]
     assert set(drives[drives >= 0].tolist()) == {0}
 
 

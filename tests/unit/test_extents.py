@@ -81,6 +81,20 @@ def test_the_oldest_segment_is_retired_under_the_cap() -> None:
     assert extents.segments() == 2
 
 
+def test_the_oldest_quarter_of_a_full_drive_goes_soon() -> None:
+    extents = ExtentAllocator(2, 5, [1])
+    for row in range(8):
+        write(extents, row)
+    assert extents.going().tolist() == [-1, -1], "there is room"
+    write(extents, 8)
+    assert extents.going().tolist() == [4, -1], "only drive 0 is full: 0 and 2 go"
+    write(extents, 9)
+    write(extents, 10)
+    assert extents.retired == [(0, 0)]
+    assert extents.going().tolist() == [6, 5]
+    assert ExtentAllocator(1, 0, [1]).going().tolist() == [-1]
+
+
 def test_records_that_are_not_readable_are_not_lost() -> None:
     extents = ExtentAllocator(1, 1, [3])
     for row in (7, 8, 9):

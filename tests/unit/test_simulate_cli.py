@@ -16,7 +16,8 @@ from saria_vllm.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = [
     "requests", "prompt_tokens", "hit_rate", "dram_hit_rate", "ssd_hit_rate", "ssd_write_tokens",
-    "ssd_writes_never_read_fraction", "dram_only_request_fraction", "dram_evicted_tokens", "elapsed_s",
+    "ssd_second_chance_tokens", "ssd_write_amplification", "ssd_writes_never_read_fraction",
+    "dram_only_request_fraction", "dram_evicted_tokens", "elapsed_s",
     "chunk_accesses_per_s",
 ]  # fmt: skip
 TIMED = ["ttft_mean_s", "ttft_p99_s", "reload_mean_s", "reload_p95_s", "ssd_tb_per_day", "drive_life_years"]

@@ -152,10 +152,27 @@ def test_lru_keeps_what_was_read_and_segments_retire_what_is_oldest():
     prompts = made([1], [2], [3], [1], [4], [1])  # 4 pushes 3 to the SSD, which is full with 1 and 2
     sizes = {"dram": 1, "ssd": 2, "promotion": 0.0, "evictions": 1}
     lru, lru_hits = simulate(prompts, ssd_eviction="lru", **sizes)
-    segment, segment_hits = simulate(prompts, ssd_eviction="segment", **sizes)
+    segment, segment_hits = simulate(prompts, ssd_eviction="segment", second_chance=0.0, **sizes)
     assert lru_hits == [(0, 0), (0, 0), (0, 0), (0, 1), (0, 0), (0, 1)]
     assert segment_hits == [(0, 0), (0, 0), (0, 0), (0, 1), (0, 0), (0, 0)]
     assert lru.counts["retired_chunks"] < segment.counts["retired_chunks"]
+
+
+@pytest.mark.parametrize(
+    ("promotion", "ids", "again"), [(1.0, [1, 2, 3, 1, 4, 5, 1], 1), (0.0, [1, 2, 3, 4, 1, 5, 6, 1], 0)]
+)
+def test_a_second_chance_keeps_what_was_read_and_is_reported(promotion, ids, again):
+    """Without promotion it comes to DRAM as what SSD loses soon, and outlives its segment there."""
+    sizes = {"dram": 1, "ssd": 3, "promotion": promotion, "evictions": 1, "ssd_eviction": "segment"}
+    without, hits = simulate(made(*([number] for number in ids)), second_chance=0.0, **sizes)
+    assert hits[-1] == (0, 0)
+    assert (without.rates()["ssd_second_chance_tokens"], without.rates()["ssd_write_amplification"]) == (0, 1.0)
+    result, hits = simulate(made(*([number] for number in ids)), second_chance=1.0, **sizes)
+    assert hits[-1] == (0, 1)
+    rates, written = result.rates(), result.ssd_write_tokens
+    assert written == result.counts["persisted_chunks"] * 64
+    assert rates["ssd_second_chance_tokens"] == again * 64
+    assert rates["ssd_write_amplification"] == written / (written - again * 64)
 
 
 def test_full_duplicate_refreshes_the_ssd_copy_of_what_dram_serves():

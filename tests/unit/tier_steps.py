@@ -32,6 +32,7 @@ def make_tiers(
     ghosts_max: int = 100,
     drives: int = 1,
     record_bytes: Sequence[int] = (RECORD,),
+    second_chance: float = 0.0,
 ) -> Tiers:
     """One slot per slab cell; by default one group and one drive."""
     groups = len(record_bytes)
@@ -44,6 +45,7 @@ def make_tiers(
         headroom=[headroom] * groups,
         persist_bytes_max=persist_records * RECORD,
         ranks=ranks,
+        second_chance=second_chance,
     )
 
 
