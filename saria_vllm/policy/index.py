@@ -135,6 +135,8 @@ class ChunkIndex:
 
     def find_each(self, group: int, keys: Sequence[bytes]) -> Rows:
         """Rows of any keys, -1 where there is none."""
+        if not self.rows[group]:
+            return np.full(len(keys), -1, np.int32)
         return np.fromiter(map(self.rows[group].get, keys, itertools.repeat(-1)), np.int32, len(keys))
 
     def locate(self, prefix: Prefix, first: int, end: int) -> list[Rows]:
@@ -164,7 +166,7 @@ class ChunkIndex:
         reused = self._free[len(self._free) - min(count, len(self._free)) :]
         del self._free[len(self._free) - len(reused) :]
         size = len(self.key)
-        fresh = range(size, size + count - len(reused))
+        end = size + count - len(reused)
         for row, key, parent in zip(reused, keys, parents, strict=False):
             self.key[row], self.parent[row] = key, parent
         self.key.extend(keys[len(reused) :])
@@ -173,12 +175,11 @@ class ChunkIndex:
             self._grow(max(len(self.key), len(self.dram) * 4))
         for name in _NOWHERE:
             getattr(self, name)[size : len(self.key)] = -1
-        numbers = reused + list(fresh)
         known = self.rows[group]
         before = len(known)
-        known.update(zip(keys, numbers, strict=True))
+        known.update(zip(keys, itertools.chain(reused, range(size, end)), strict=True))
         assert len(known) == before + count, "a chunk was known already"
-        rows = np.array(numbers, np.int32)
+        rows = np.concatenate((np.array(reused, np.int32), np.arange(size, end, dtype=np.int32)))
         self.group[rows] = group
         above = [self.key[row - 1] for row in reused] + (self.key[size - 1 : -1] if size else [b"", *self.key[:-1]])
         follows = np.fromiter(map(operator.eq, parents, above), np.bool_, count)
