@@ -294,9 +294,9 @@ class FoundChunks(msgspec.Struct, frozen=True, eq=False):
         return np.array(worse, np.int64)
 
     def also_in(self, other: FoundChunks) -> FoundChunks:
-        """Those of which `other` says the same."""
-        _, mine, theirs = np.intersect1d(self._places(), other._places(), assume_unique=True, return_indices=True)
-        found, beside = self.take(mine), other.take(theirs)
+        """Those of which `other` says the same. Both are in order."""
+        mine, theirs = self._places(), other._places()
+        found, beside = self.take(_is_in(mine, theirs)), other.take(_is_in(theirs, mine))
         same = _same(found.keys, beside.keys) & _same(found.parents, beside.parents) & (found.groups == beside.groups)
         same &= (found.key_bytes == beside.key_bytes) & (found.parent_bytes == beside.parent_bytes)
         return found.take(same)
@@ -336,6 +336,14 @@ def _padded(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[
     """Keys padded with zeros, and their lengths."""
     padded = b"".join(text.ljust(KEY_BYTES_MAX, b"\0") for text in texts)
     return np.frombuffer(padded, np.uint8).reshape(-1, KEY_BYTES_MAX), np.array(list(map(len, texts)), np.uint8)
+
+
+def _is_in(some: npt.NDArray[np.int64], others: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of some ascending numbers are among other ascending numbers."""
+    at = np.searchsorted(others, some)
+    found: npt.NDArray[np.bool_] = at < len(others)
+    found[found] = others[at[found]] == some[found]
+    return found
 
 
 def _same(some: npt.NDArray[np.uint8], others: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

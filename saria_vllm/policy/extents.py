@@ -242,7 +242,7 @@ class ExtentAllocator:
 
     def adopt(self, extents: Ints, group: int, rows: Rows) -> Mask:
         """Take over records found on SSD. Returns which of them fit this configuration, each place once."""
-        drive, segment, record = extents.T
+        drive, segment, record = np.ascontiguousarray(extents.T)
         fits: Mask = (drive >= 0) & (drive < self.drives) & (record >= 0) & (record < self._records[group])
         fits &= ~np.isin(drive, list(self.striping.left_out))
         places = drive.astype(np.int64) << 32 | segment

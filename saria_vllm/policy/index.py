@@ -153,6 +153,8 @@ class ChunkIndex:
 
     def find_each(self, group: int, keys: Sequence[bytes]) -> Rows:
         """Rows of any keys, -1 where there is none."""
+        if not self.rows[group]:
+            return np.full(len(keys), -1, np.int32)
         return np.fromiter(map(self.rows[group].get, keys, itertools.repeat(-1)), np.int32, len(keys))
 
     def locate(self, prefix: Prefix, first: int, end: int) -> list[Rows]:
@@ -188,7 +190,7 @@ class ChunkIndex:
         del self._free[len(self._free) - len(reused) :]
         reused.sort()  # They were evicted children first; rows in a row are found, and read, faster.
         size = len(self.key)
-        fresh = range(size, size + count - len(reused))
+        end = size + count - len(reused)
         for row, key, parent in zip(reused, keys, parents, strict=False):
             self.key[row], self.parent[row] = key, parent
         self.key.extend(keys[len(reused) :])
@@ -196,12 +198,11 @@ class ChunkIndex:
         if len(self.key) > len(self.dram):
             self._grow(max(len(self.key), len(self.dram) * 4))
         self.slot[size : len(self.key)] = self.extent[size : len(self.key)] = -1
-        numbers = reused + list(fresh)
         known = self.rows[group]
         before = len(known)
-        known.update(zip(keys, numbers, strict=True))
+        known.update(zip(keys, itertools.chain(reused, range(size, end)), strict=True))
         assert len(known) == before + count, "a chunk was known already"
-        rows = np.array(numbers, np.int32)
+        rows = np.concatenate((np.array(reused, np.int32), np.arange(size, end, dtype=np.int32)))
         self.group[rows] = group
         above = [self.key[row - 1] for row in reused] + (self.key[size - 1 : -1] if size else [b"", *self.key[:-1]])
         follows = np.fromiter(map(operator.eq, parents, above), np.bool_, count)

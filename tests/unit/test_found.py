@@ -55,10 +55,13 @@ def test_twins_are_all_but_the_most_worth(chunks: list[FoundChunk], data: st.Dat
 @settings(deadline=None)
 @given(CHUNKS, CHUNKS)
 def test_what_two_ranks_found_is_what_both_say(mine: list[FoundChunk], theirs: list[FoundChunk]) -> None:
+    def by_place(chunk: FoundChunk) -> tuple[int, int, int]:
+        return chunk.extent.segment, chunk.extent.drive, chunk.extent.record
+
     taken = {chunk.extent for chunk in theirs}
     agreed = [chunk for chunk in mine if chunk.extent not in taken]
-    both = FoundChunks.of(mine).also_in(FoundChunks.of([*theirs, *agreed]))
+    first, second = (FoundChunks.of(sorted(chunks, key=by_place)) for chunks in (mine, [*theirs, *agreed]))
+    both = first.also_in(second)
     expected = {chunk for chunk in mine if chunk in theirs or chunk in agreed}
     assert set(both.items) == expected
-    places = [(chunk.extent.segment, chunk.extent.drive, chunk.extent.record) for chunk in both.items]
-    assert places == sorted(places)
+    assert list(both.items) == sorted(both.items, key=by_place)
