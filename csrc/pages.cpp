@@ -51,7 +51,8 @@ void PageMap::scatter(const uint8_t *record, const Blocks &blocks) const {
 }
 
 uint64_t PageMap::scatter_verify(const uint8_t *record, size_t nbytes, uint64_t seed, const Blocks &blocks) const {
-    // Sums one 4 KiB block, then copies what of it belongs to the current page, while it is in L1.
+    // Sums one 4 KiB block while it copies it; or, where page and block are not in step, sums it, then copies what of it
+    // belongs to the current page, while it is in L1.
     Checksum sum(seed);
     const uint8_t *end = record + nbytes, *at = record, *summed = record;
     for (int64_t block : blocks)
@@ -59,6 +60,14 @@ uint64_t PageMap::scatter_verify(const uint8_t *record, size_t nbytes, uint64_t 
             uint8_t *page = layer.base + block * layer.stride;
             const uint8_t *page_end = at + layer.page_bytes;
             while (at < page_end) {
+                if (at == summed && block >= 0 && page_end - at >= static_cast<ptrdiff_t>(kBlockBytes) &&
+                    reinterpret_cast<uintptr_t>(page) % kCopyAlignment == 0) {
+                    sum.block_and_copy(at, page);
+                    summed += kBlockBytes;
+                    page += kBlockBytes;
+                    at += kBlockBytes;
+                    continue;
+                }
                 if (at == summed) {
                     sum.block(summed);
                     summed += kBlockBytes;
@@ -69,6 +78,7 @@ uint64_t PageMap::scatter_verify(const uint8_t *record, size_t nbytes, uint64_t 
                 at += piece;
             }
         }
+    finish_copies();
     for (; summed < end; summed += kBlockBytes) sum.block(summed);
     return sum.finish(nbytes);
 }

@@ -27,8 +27,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     rng = np.random.default_rng(0)
-    staging = rng.integers(0, 256, RECORDS * RECORD_BYTES, np.uint8)
-    pages = np.zeros(RECORDS * RECORD_BYTES, np.uint8)
+    staging, pages = aligned(RECORDS * RECORD_BYTES), aligned(RECORDS * RECORD_BYTES)
+    staging[:] = rng.integers(0, 256, RECORDS * RECORD_BYTES, np.uint8)
     layer_bytes = RECORDS * PAGE_BYTES
     bases = [pages.ctypes.data + layer * layer_bytes for layer in range(LAYERS)]
     pages_of = _native.PageMap(bases, [PAGE_BYTES] * LAYERS, [PAGE_BYTES] * LAYERS, RECORDS)
@@ -56,6 +56,13 @@ def main() -> int:
         f"max {max(ratios):.2f})"
     )
     return 0
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """Zeroed bytes at a multiple of 4096, as staging and KV pages are."""
+    memory = np.zeros(nbytes + 4096, np.uint8)
+    start = -memory.ctypes.data % 4096
+    return memory[start : start + nbytes]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ def checksum(addr: int, nbytes: int, seed: int) -> int:
     """
 
 def block_sum_by_all(addr: int) -> list[int]:
-    """s_0 of the 4096 bytes at `addr` by every implementation that this CPU can run; for tests."""
+    """s_0 of the 4096 bytes at `addr` by every implementation that this CPU can run, each alone and with its copy; for
+    tests. A copy that differs gives a wrong value."""
 
 class PageMap:
     """Copies between records and the pages of one KV cache group.

@@ -268,6 +268,24 @@ def test_measure_gives_rates_and_leaves_nothing(direct: Path, monkeypatch: pytes
     assert list(direct.iterdir()) == [] and os.listdir("/proc/self/fd") == before
 
 
+def test_passes_move_what_they_say_in_the_order_they_say(direct: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FaultyEngine(PosixEngine(4), lambda transfer: moved.append(transfer))  # type: ignore[func-returns-value]
+    moved: list[Any] = []
+    monkeypatch.setattr(drive_rates, "open_engine", lambda *_: (engine, "recorded"))
+    with scratch_file(str(direct), 8 * 4096) as file, drive_rates.Bench("posix", file, 4096, 4) as bench:
+        bench.fill()
+        assert [(one.kind, one.offset) for one in moved] == [("write", i * 4096) for i in range(8)]
+        for kind in drive_rates.KINDS:
+            moved.clear()
+            assert bench.run(kind, 0.05).nbytes == 4096 * len(moved) > 0
+            assert {one.kind for one in moved} == {"write" if kind == "write" else "read"}
+            positions = [one.offset // 4096 for one in moved]
+            in_order = [i % 8 for i in range(len(moved))]
+            assert set(positions) == set(range(8))
+            assert (positions == in_order) == (kind != "random_read")
+    assert engine.closed
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(direct: Path, how: signal.Signals) -> None:
     command = [sys.executable, "-m", "saria_vllm.cli", "bench", "ssd", "--path", str(direct), *QUICK, "--seconds", "9"]

@@ -216,3 +216,28 @@ def test_bulk_work_runs_without_the_gil() -> None:
         stop.set()
         sys.setswitchinterval(interval)
         thread.join()
+
+
+@pytest.mark.parametrize("offset", [0, 16, 64, 4032])
+@pytest.mark.parametrize("page_bytes", [4096, 3 * 4096, 4096 + 64, 5000, 2048])
+def test_scatter_verify_copies_pages_of_any_alignment_and_no_byte_beside_them(page_bytes: int, offset: int) -> None:
+    """Whole blocks go past the caches where a page allows it, and the rest as ever."""
+    layers, blocks, gap = 2, 4, 128
+    stride = page_bytes + gap
+    memory = np.full(layers * blocks * stride + 8192, 0xEE, np.uint8)
+    start = memory.ctypes.data + (-memory.ctypes.data % 4096) + offset
+    bases = [start + layer * blocks * stride for layer in range(layers)]
+    page_map = _native.PageMap(bases, [stride] * layers, [page_bytes] * layers, blocks)
+    ids = [2, -1, 0]
+    payload = len(ids) * layers * page_bytes
+    record = np.random.default_rng(page_bytes + offset).integers(0, 256, -(-payload // 4096) * 4096, np.uint8)
+    expected = memory.copy()
+    for number, block in enumerate(ids):
+        for layer in range(layers):
+            page = record[(number * layers + layer) * page_bytes :][:page_bytes]
+            at = start - memory.ctypes.data + layer * blocks * stride + block * stride
+            if block >= 0:
+                expected[at : at + page_bytes] = page
+    found = page_map.scatter_verify(record.ctypes.data, record.nbytes, 9, ids)
+    assert found == _native.checksum(record.ctypes.data, record.nbytes, 9)
+    assert (memory == expected).all()
