@@ -135,7 +135,7 @@ def test_b41_slots_are_aligned_for_every_record_size(make_rig: MakeRig) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "stored_bytes"),
-    [(16 * MIB, 40 * MIB), pytest.param(64 * MIB, 1 << 30, marks=pytest.mark.slow)],
+    [(16 * MIB, 40 * MIB), pytest.param(64 * MIB, 1 << 30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
     ids=["40MiB", "1GiB"],
 )
 @pytest.mark.parametrize(
