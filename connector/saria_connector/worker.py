@@ -117,8 +117,8 @@ class WorkerSide:
         opened = self._executor.take_opened() if self._executor else None
         if not self._results and opened is None:
             return None
-        results, self._results = self._results, []
         moved = self._executor.take_moved() if self._executor else []
+        results, self._results = self._results, []
         return SariaWorkerMetadata(results, [opened] if opened else [], moved)
 
     def shutdown(self) -> None:

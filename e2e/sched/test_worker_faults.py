@@ -45,6 +45,9 @@ class Executor:
     def take_opened(self):
         return None
 
+    def take_moved(self):
+        return []
+
 
 def connector_with(fails_at):
     connector = object.__new__(SariaConnector)

@@ -131,11 +131,15 @@ class Executor:
             self._ends.items(state, on_ssd, "not_found")
             on_ssd = []
         reads: dict[SsdThread, list[Read]] = {}
-        sizes = [self._shapes[part.group].record_bytes for part in job.parts for _ in part.keys]
-        places = {position: (int(drives[position]) % len(self._readers), sizes[position]) for position in on_ssd}
-        for position, (drive, _) in places.items():
-            reads.setdefault(next(self._readers[drive]), []).append(Read(state, position))
-        self._ends.begin_reads(state, places, time.monotonic())
+        if on_ssd:
+            sizes = np.repeat(
+                [self._shapes[part.group].record_bytes for part in job.parts], [len(part.keys) for part in job.parts]
+            )
+            columns = (drives[on_ssd] % len(self._readers)).tolist(), sizes[on_ssd].tolist()
+            places = dict(zip(on_ssd, zip(*columns, strict=True), strict=True))
+            for position, (drive, _) in places.items():
+                reads.setdefault(next(self._readers[drive]), []).append(Read(state, position))
+            self._ends.begin_reads(state, places, time.monotonic())
         for thread, ops in reads.items():
             thread.submit(ops)
         in_dram = _in_dram(job)

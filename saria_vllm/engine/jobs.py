@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from saria_vllm.metrics import Counts, count
@@ -122,8 +123,8 @@ class Ends:
         """Positions of a load are about to be read from these drives, in records of so many bytes."""
         with self._lock:
             state.on_drive = drives
-            for drive, _ in drives.values():
-                self._meter(drive)[0].begin(1, now)
+            for drive, records in Counter(drive for drive, _ in drives.values()).items():
+                self._meter(drive)[0].begin(records, now)
 
     def begin_writes(self, state: PersistState, now: float) -> None:
         """A persist job was submitted."""

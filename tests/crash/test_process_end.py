@@ -41,10 +41,11 @@ def await_line(process: subprocess.Popen[str], wanted: str) -> None:
 # B44
 
 
-def test_b44_a_killed_engine_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_b44_a_killed_engine_leaves_nothing_in_shared_memory(tmp_path: Path, rounds: int) -> None:
     """Where it is killed before its ranks have the pool, the next start clears it away."""
     before, rng = shared_files(), random.Random(44)
-    for stage in ("starting", "idle", "loading", "starting", "loading"):
+    for stage in ("starting", "idle", "loading") * rounds:
         process = start("serve", str(tmp_path))
         await_line(process, stage)
         time.sleep(rng.random() * 0.1)

@@ -135,8 +135,8 @@ def test_b41_slots_are_aligned_for_every_record_size(make_rig: MakeRig) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "stored_bytes"),
-    [(16 * MIB, 40 * MIB), pytest.param(64 * MIB, 1 << 30, marks=pytest.mark.slow)],
-    ids=["40MiB", "1GiB"],
+    [(8 * MIB, 20 * MIB), pytest.param(64 * MIB, 1 << 30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    ids=["20MiB", "1GiB"],
 )
 @pytest.mark.parametrize(
     "record_bytes", [(4096,), (64 << 10,), (256 << 10,), (128 << 10, 12 << 10)], ids=["4K", "64K", "256K", "mixed"]
@@ -160,7 +160,7 @@ def test_b47_the_cap_holds_while_half_of_it_is_pinned(
             node.unpin(pins.pop(0))
         highest = max(highest, node.du())
     assert highest <= limit + unit
-    assert highest > 0.9 * segments_max * unit, "the room is used"
+    assert highest > 0.8 * segments_max * unit, "the room is used"
     assert node.counts["retired_chunks"] > 0
     for job in pins:
         node.unpin(job)
