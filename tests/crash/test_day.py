@@ -248,7 +248,7 @@ def live(memory: Path, seed: int, seconds: float) -> Counter[str]:
 
 
 def test_hours_with_every_fault_give_no_wrong_byte(memory: Path) -> None:
-    seen = live(memory, 1, DAY_S / 10)
+    seen = live(memory, 3, DAY_S / 10)
     assert seen["loaded from ssd"] > 100 and seen["loaded from dram"] > 100, seen
     assert seen["crash"] and seen["reset"] and seen["found"], seen
 

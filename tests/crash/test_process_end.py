@@ -86,7 +86,7 @@ def test_b61_an_end_with_500_queued_writes_on_a_slow_drive_takes_no_3_seconds(tm
     try:
         found = rig.open().found
         assert len(found) == written + 4
-        for chunk in list(found)[:20]:
+        for chunk in found.items[:20]:
             rig.fill(0, b"foreign", (0, 1, 2, 3))
             assert rig.loaded(rig.load(from_ssd(0, (0, 1, 2, 3), chunk.extent, chunk.key))).failed == []
             number = int(chunk.key[1:]) % SLOTS

@@ -225,7 +225,7 @@ def test_b40_a_disk_that_is_full_below_the_quota(make_rig: MakeRig, tmp_path: Pa
             node.rig.executor.close()
             again = Node(make_rig, segments_max, segment_records, options={"directory": mount})
             assert len(again.opened.found) > 100
-            for chunk in again.opened.found:
+            for chunk in again.opened.found.items:
                 assert again.load([chunk.key]) == 1, "no torn entry is visible"
             again.rig.executor.close()
             assert errors < 400
