@@ -131,8 +131,8 @@ def busy(rig: Rig, how: str) -> None:
             rig.write_slot(0, key, slot)
         rig.persist(0, slot, Extent(0, 1 + number // 4, number % 4), key)
     time.sleep(0.3)
-    print("busy", flush=True)
     try:
+        print("busy", flush=True)
         time.sleep(60 if how != "twice" else 0)
     except Stop:
         pass
