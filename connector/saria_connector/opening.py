@@ -16,21 +16,19 @@ import msgspec
 
 from saria_connector.fingerprint import fingerprint_parts, process_only_reasons
 from saria_connector.metadata import SariaMetadata
+from saria_connector.sharing import Sharing
 from saria_connector.sizing import Sizing
 from saria_connector.wear import Wear
-from saria_vllm.config import SariaConfig, format_bytes
+from saria_vllm.config import SariaConfig
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.storage.format import records_per_segment
 from saria_vllm.storage.namespace import EngineDirectory, namespace_name
-from saria_vllm.storage.reclaim import Claimed, claim_with_room, reclaim_others
+from saria_vllm.storage.reclaim import Claimed, claim_with_room
 from saria_vllm.types import FoundChunk, OpenedSsd, OpenSsd
 
 logger = logging.getLogger("vllm.saria")
-
-SMALL_FILES_BYTES = 1 << 20
-"""What leases, generations and the like may take beside the segments."""
 
 OPENING_S = 10.0
 """How long requests wait for the SSD tier to open."""
@@ -46,6 +44,7 @@ class SsdOpening:
         self.generation = 0
         self.directory: EngineDirectory | None = None
         self.wear: Wear | None = None
+        self.sharing: Sharing | None = None
         self._paths: tuple[str, ...] = ()
         """Those of the ssd paths that are used: what the drives' numbers stand for."""
         self._until = 0.0
@@ -55,7 +54,6 @@ class SsdOpening:
         """To be sent to the workers, with the generation of that moment."""
         self._generation_sent = 0
         """The generation that the workers look for."""
-        self._segments_max = 0
         self._reports: list[OpenedSsd] = []
 
     def claim(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -88,6 +86,7 @@ class SsdOpening:
                 self._off(str(error))
                 return
             self._tiers.evictor.governors = self.wear.governors
+        self.sharing = Sharing(self.directory, self._sizing, self._config.ssd_capacity, self.wear)
 
     def _lease(self, namespace: str, parts: dict[str, Any], preferred: int) -> Claimed:
         """The preferred engine directory; another one only when a few seconds do not free it.
@@ -121,29 +120,23 @@ class SsdOpening:
             metadata.open_ssd = msgspec.structs.replace(self._message, generation=self.generation)
             self._message, self._generation_sent = None, self.generation
         if self._reclaimer is None:
-            self._reclaimer = threading.Thread(target=self._reclaim, args=(self.directory,), daemon=True)
+            self._reclaimer = threading.Thread(target=self._reclaim, args=(self.directory, self.sharing), daemon=True)
             try:
                 self._reclaimer.start()
             except RuntimeError as error:  # Too many threads here.
                 self._off(str(error))
 
-    def _reclaim(self, directory: EngineDirectory) -> None:
+    def _reclaim(self, directory: EngineDirectory, sharing: Sharing) -> None:
         """Make room under `ssd_capacity`, then let the workers open. On a thread: unlinking much takes seconds."""
-        config, sizing = self._config, self._sizing
-        per_segment = sizing.segment_bytes * sizing.ranks * len(directory.paths)
-        segments_max = sizing.segments_max
         try:
-            ours, removed = reclaim_others(directory.paths, directory, config.ssd_capacity)
+            sharing.settle()
+        except (OSError, StorageError) as error:  # What is there can be read; what there is room for is settled later.
+            logger.warning("SARIA: nothing is written to SSD for now: %s", error)
         except Exception as error:
             self._off(f"{type(error).__name__}: {error}")
             return
-        for path in removed:
-            logger.warning("SARIA removed %s to stay within ssd_capacity", path)
-        if ours < per_segment * segments_max - SMALL_FILES_BYTES:
-            segments_max = ours // per_segment
-            logger.warning("SARIA: other engines use ssd_capacity; %s are left for this one", format_bytes(ours))
-        self._segments_max = segments_max
-        self._message = OpenSsd(directory.directories, self.generation, sizing.segment_bytes, segments_max)
+        sizing = self._sizing
+        self._message = OpenSsd(directory.directories, self.generation, sizing.segment_bytes, sizing.segments_max)
 
     def _off(self, problem: str) -> None:
         logger.error("SARIA: the SSD tier is off: %s", problem)
@@ -161,13 +154,14 @@ class SsdOpening:
         if problems:
             self._off(problems[0])
             return
+        assert self.sharing is not None
         self._until = 0.0
         found: set[FoundChunk] = set.intersection(*(set(report.found) for report in reports))
         next_segment = max(report.next_segment for report in reports)
         sizing = self._sizing
         records = [records_per_segment(shape.record_bytes, sizing.segment_bytes) for shape in sizing.shapes]
         drives = len(self._paths)
-        extents = ExtentAllocator(drives, self._segments_max, records, next_segment)
+        extents = ExtentAllocator(drives, self.sharing.segments_max, records, next_segment)
         for drive in range(drives):
             if not all(report.drives[drive] for report in reports):
                 logger.error("SARIA: drive %s is left out until a restart", self._paths[drive])
@@ -177,6 +171,9 @@ class SsdOpening:
         self._tiers.open_ssd(extents, oldest_first, next_segment, seen)
         if self.generation != self._generation_sent:
             self._tiers.reset()  # A reset came in between: what was found is of before, and its segments must go.
+        if not self.sharing.segments_max and (extents := self._tiers.chunks.extents) is not None:
+            extents.segments_max = extents.most_segments()  # Not settled yet: what is there may stay.
+        self.sharing.start(self._tiers)
         logger.info("SARIA: the SSD tier is open, %d chunks found; %s", len(found), reports[0].note)
 
     def next_generation(self) -> bool:
@@ -195,10 +192,20 @@ class SsdOpening:
         finally:
             self.generation = self.directory.generation
 
+    def step(self, now: float) -> None:
+        """Once per engine step, before anything is evicted."""
+        if self.sharing is not None:
+            self.sharing.step(now)
+        if self.wear is not None:
+            self.wear.step(now)
+
     def release(self) -> None:
+        looked = self.sharing is None or self.sharing.close()
+        self.sharing = None
         if self.wear is not None:
             self.wear.close(self._clock())
             self.wear = None
         if self.directory is not None:
-            self.directory.release()
+            if looked:
+                self.directory.release()
             self.directory = None

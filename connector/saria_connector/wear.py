@@ -7,6 +7,7 @@ of a day's budget was written, and at shutdown, which vLLM often leaves out: it 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ import msgspec
 
 from saria_vllm.config import EnduranceConfig, format_bytes
 from saria_vllm.errors import StorageError
-from saria_vllm.policy.endurance import DAY_S, EnduranceState, Governor, drive_life_years
-from saria_vllm.storage.wear import device_bytes, read_state, write_state
+from saria_vllm.policy.endurance import DAY_S, DriveBudget, EnduranceState, Governor, drive_life_years
+from saria_vllm.storage.wear import device_bytes, lease_state, other_states, read_state, write_state
 
 logger = logging.getLogger("vllm.saria")
 
@@ -32,14 +33,28 @@ CLOSE_S = 5.0
 
 class DriveWear:
     """The budget of one drive. `now` is the clock of the steps; the state on disk is in seconds of the wall clock, and
-    its days begin at midnight UTC."""
+    its days begin at midnight UTC.
 
-    def __init__(self, path: str, engine_index: int, governor: Governor, now: float) -> None:
-        self._path, self._index, self.governor = path, engine_index, governor
+    Args:
+        preferred: number of this engine's state on the drive, unless another has it.
+        engines: engines that are known to share the drive.
+        whole: the drive's budget.
+
+    Raises:
+        StorageError: the path cannot be used.
+    """
+
+    def __init__(self, path: str, preferred: int, whole: DriveBudget, engines: int, now: float) -> None:
+        self._path, self._whole, self._engines = path, whole, engines
+        self._index, self._lease = lease_state(path, preferred)
+        self._shared = self.look()
+        target, cap = whole.budget_bytes_day / self._shared.engines, whole.cap_bytes_day / self._shared.engines
+        self.governor = Governor(target, cap, now, now - time.time() % DAY_S)
         self.begun = now
         """Since when all that was written is known."""
         self._restore(now)
-        self._saved_bytes = governor.written_bytes
+        self.governor.share(self._shared, now)
+        self._saved_bytes = self.governor.written_bytes
         """Written when the state was last saved."""
         self._save_at = now + SAVE_S
         self._writer: threading.Thread | None = None
@@ -56,6 +71,37 @@ class DriveWear:
             wall_s = time.time()
             self.governor.restore(state, now, wall_s)
             self.begun -= max(0.0, wall_s - min((begin for begin, _ in state.bins), default=wall_s))
+
+    @property
+    def engines(self) -> int:
+        """That write to the drive, this one included."""
+        return self._shared.engines
+
+    def look(self) -> DriveBudget:
+        """Who else writes to the drive, and how much. To be told to `shared`; may take as long as the drive does.
+
+        Raises:
+            StorageError: the path cannot be used.
+        """
+        living, states = other_states(self._path, self._index)
+        wall_s = time.time()
+        today = last_day = 0
+        for data in states:
+            try:
+                bins = msgspec.json.decode(data, type=EnduranceState).bins
+            except msgspec.DecodeError:
+                continue
+            last_day += sum(nbytes for begin, nbytes in bins if begin > wall_s - DAY_S)
+            today += sum(nbytes for begin, nbytes in bins if begin >= wall_s - wall_s % DAY_S)
+        engines = max(self._engines, 1 + living)
+        return self._whole._replace(engines=engines, others_today_bytes=today, others_last_day_bytes=last_day)
+
+    def shared(self, shared: DriveBudget, now: float) -> None:
+        """Go by what `look` saw."""
+        if shared.engines != self._shared.engines:
+            logger.info("SARIA: %d engine(s) share the write budget of %s", shared.engines, self._path)
+        self._shared = shared
+        self.governor.share(shared, now)
 
     def step(self, now: float) -> None:
         """Once per engine step."""
@@ -87,11 +133,19 @@ class DriveWear:
             self._problem = str(error)
 
     def wait(self, until: float) -> None:
-        """For what is being written, until this monotonic time."""
+        """For what is being written, until this monotonic time; then the state is another engine's to take."""
         if self._writer is not None:
             self._writer.join(max(0.0, until - time.monotonic()))
             if self._writer.is_alive():
                 logger.warning("SARIA: a drive hangs; the last minute of what was written will be forgotten")
+                return
+        self.release()
+
+    def release(self) -> None:
+        """Nothing is written to the state any more. Idempotent."""
+        if self._lease >= 0:
+            os.close(self._lease)
+            self._lease = -1
 
 
 class Wear:
@@ -110,21 +164,25 @@ class Wear:
     ) -> None:  # fmt: skip
         sizes = device_bytes(ssd_paths)
         rated = config.rated_capacity * len(ssd_paths) / (len(ssd_paths) + left_out) or sum(sizes)
-        scale = rated / sum(sizes) / engines
-        self._rated_bytes = scale * sum(sizes)
-        self.drives = []
-        for path, size in zip(ssd_paths, sizes, strict=True):
-            target, cap = config.target_dwpd * scale * size, config.hard_cap_dwpd * scale * size
-            governor = Governor(target, cap, now, now - time.time() % DAY_S)
-            self.drives.append(DriveWear(path, engine_index, governor, now))
+        scale = rated / sum(sizes)
+        self.drives: list[DriveWear] = []
+        try:
+            for path, size in zip(ssd_paths, sizes, strict=True):
+                whole = DriveBudget(config.target_dwpd * scale * size, config.hard_cap_dwpd * scale * size)
+                self.drives.append(DriveWear(path, engine_index, whole, engines, now))
+        except StorageError:
+            for drive in self.drives:
+                drive.release()
+            raise
+        self._rated_bytes = rated
         self._report_at = now + REPORT_S
         logger.info(
             "SARIA: this engine may write %s to SSD per day and at most %s in any 24 h (of drives rated %s, shared by "
             "%d engine(s)); %s left today; written so far: %s",
-            format_bytes(int(config.target_dwpd * self._rated_bytes)),
-            format_bytes(int(config.hard_cap_dwpd * self._rated_bytes)),
-            format_bytes(int(self._rated_bytes * engines)),
-            engines,
+            format_bytes(int(sum(governor.budget_bytes_day for governor in self.governors))),
+            format_bytes(int(sum(governor.cap_bytes_day for governor in self.governors))),
+            format_bytes(int(rated)),
+            max(drive.engines for drive in self.drives),
             format_bytes(sum(governor.room(now) for governor in self.governors)),
             format_bytes(self.written_bytes),
         )
@@ -159,7 +217,7 @@ class Wear:
             "one write per day last %.1f years",
             format_bytes(day),
             format_bytes(self.written_bytes),
-            drive_life_years(rate, self._rated_bytes),
+            drive_life_years(rate, self._rated_bytes / max(drive.engines for drive in self.drives)),
         )
 
     def close(self, now: float) -> None:

@@ -7,11 +7,11 @@ SSD state is not NONE. A row that holds neither and has no lease is a ghost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from saria_vllm.metrics import Counts
+from saria_vllm.metrics import Counts, count
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.ghosts import Ghosts
 from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Prefix, Rows
@@ -102,6 +102,24 @@ class Chunks:
         index.ssd[rows] = NONE
         index.drive[rows] = index.segment[rows] = index.record[rows] = -1
 
+    def lose_ssd(self, rows: Rows) -> None:
+        """Their records went with their segments."""
+        if rows.size:
+            self.clear_ssd(rows)
+            self.settle(rows)
+            count(self.counts, "retired_chunks", len(rows))
+
+    def lose_others(self, gone: Sequence[tuple[int, int]]) -> None:
+        """These (drive, segment) of other engines are gone. Loads that read them may end well all the same."""
+        if not gone:
+            return
+        index = self.index
+        places = index.drive.astype(np.int64) << 32 | index.segment
+        there = np.isin(places, [drive << 32 | segment for drive, segment in gone]) & (index.ssd == VALID)
+        rows = there.nonzero()[0].astype(np.int32)
+        self.clear_ssd(rows)
+        self.settle(rows)
+
     def drop_bad_record(self, row: int, extent: Ints) -> None:
         """Never offer a bad record again; the row may have been given a better copy meanwhile."""
         index = self.index
@@ -112,9 +130,9 @@ class Chunks:
             self.extents.forget(bad)
             self.clear_ssd(np.array([row], np.int32))
 
-    def adopt(self, found: Iterable[FoundChunk]) -> int:
-        """Index chunks found on SSD; those that are there already or do not fit are passed over. Returns how many were
-        taken."""
+    def adopt(self, found: Iterable[FoundChunk], others: bool = False) -> int:
+        """Index chunks found on SSD, in our segments or in others'; those that are there already or do not fit are
+        passed over. Returns how many were taken."""
         index, taken = self.index, 0
         assert self.extents is not None
         by_group: list[dict[bytes, FoundChunk]] = [{} for _ in index.rows]
@@ -130,13 +148,16 @@ class Chunks:
             rows[known < 0] = added
             places = np.array([chunk.extent for chunk in chunks.values()], np.int32).reshape(-1, 3)
             wanted = (index.ssd[rows] == NONE).nonzero()[0]
-            fits = wanted[self.extents.adopt(places[wanted], group, rows[wanted])]
+            if others:
+                fits = wanted[self.extents.of_others(places[wanted])]
+            else:
+                fits = wanted[self.extents.adopt(places[wanted], group, rows[wanted])]
             index.ssd[rows[fits]] = VALID
             index.drive[rows[fits]], index.segment[rows[fits]], index.record[rows[fits]] = places[fits].T
             self.ghosts.back(rows[fits])
             index.remove(added[index.ssd[added] == NONE])
             taken += len(fits)
-        return taken + (self.adopt(again) if again else 0)
+        return taken + (self.adopt(again, others) if again else 0)
 
     def clear(self, jobs: Jobs) -> None:
         """Forget everything; slots and segments that stale jobs use stay taken until these end."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -88,8 +88,20 @@ class EnduranceState(msgspec.Struct):
     """(begin, bytes) of the last 24 hours."""
 
 
+class DriveBudget(NamedTuple):
+    """A drive's budget, and who else uses it."""
+
+    budget_bytes_day: float
+    cap_bytes_day: float
+    engines: int = 1
+    """That are alive and write to it, the asking one included."""
+    others_today_bytes: int = 0
+    """What others have written to it in this day, and in the last 24 hours."""
+    others_last_day_bytes: int = 0
+
+
 class Governor:
-    """Budget of one drive. `now` is seconds of any one clock that never goes back.
+    """One engine's part of the budget of one drive. `now` is seconds of any one clock that never goes back.
 
     Args:
         budget_bytes_day: what may be written per day.
@@ -110,7 +122,9 @@ class Governor:
         self._joined = self._part()
         self._spent = self._level(self._due()) - FRESH_DAYS * budget_bytes_day
         self._bins: deque[tuple[float, int]] = deque()
-        self._last_day = 0
+        self._last_day = self._today = 0
+        self._most_last_day = self._most_today = math.inf
+        """What other engines leave of the drive's budget; see `share`."""
         self.written_bytes = 0
         self.strictest = 0.0
         """The highest threshold that was asked for."""
@@ -135,6 +149,7 @@ class Governor:
             self._asked = [0.0] * _PARTS
             self._expect()
         self._spent = self._joined = 0.0
+        self._today = 0
 
     def _day(self) -> list[float]:
         """This day's demand by part. What came before it was counted is taken to be the usual; where nothing is usual
@@ -197,7 +212,23 @@ class Governor:
         self._advance(now)
         due = self._due()
         level, left = self._level(due), self._level(1.0)
-        return max(0, int(min(left + self._tightness(due) * (level - left), self.cap_bytes_day - self._last_day)))
+        planned = left + self._tightness(due) * (level - left)
+        capped = min(self.cap_bytes_day, self._most_last_day) - self._last_day
+        return max(0, int(min(planned, capped, self._most_today - self._today)))
+
+    def share(self, drive: DriveBudget, now: float) -> None:
+        """Divide a drive's budget anew among the engines that write to it. What may be written now stays as it is, what
+        the rest of the day brings is divided; and all engines together, those of before too, exceed neither budget."""
+        self._advance(now)
+        due = self._due()
+        level = self._level(due)
+        self.budget_bytes_day = drive.budget_bytes_day / drive.engines
+        self.cap_bytes_day = drive.cap_bytes_day / drive.engines
+        self._drawn = min(self._drawn, DRAWN_DAYS * self.budget_bytes_day)
+        self._spent += self._level(due) - level
+        if drive.engines > 1 or drive.others_last_day_bytes:
+            self._most_last_day = drive.cap_bytes_day - drive.others_last_day_bytes
+            self._most_today = drive.budget_bytes_day * (1 + DRAWN_DAYS) - drive.others_today_bytes
 
     def spend(self, nbytes: int, now: float) -> None:
         """Bytes are being written; `room` allowed them."""
@@ -205,6 +236,7 @@ class Governor:
         self._spent += nbytes
         self.written_bytes += nbytes
         self._last_day += nbytes
+        self._today += nbytes
         begin = self._now // _BIN_S * _BIN_S
         if self._bins and self._bins[-1][0] == begin:
             self._bins[-1] = begin, self._bins[-1][1] + nbytes
@@ -239,6 +271,7 @@ class Governor:
         self.written_bytes += state.written_bytes
         self._bins.extendleft((begin + shift, nbytes) for begin, nbytes in reversed(state.bins))
         self._last_day += sum(nbytes for _, nbytes in state.bins)
+        self._today += sum(nbytes for begin, nbytes in state.bins if begin >= state.day_began_s)
         day = self._day_began
         self._advance(now)
         if self._day_began > day:

@@ -210,10 +210,7 @@ class Evictor:
         if not rows.size:
             return []
         extents, lost = chunks.extents.take(group, len(rows), room, now)
-        if lost.size:
-            chunks.clear_ssd(lost)
-            chunks.settle(lost)
-            count(chunks.counts, "retired_chunks", len(lost))
+        chunks.lose_ssd(lost)
         count(chunks.counts, "dropped_chunks", len(rows) - len(extents), "ssd_full")
         rows = rows[: len(extents)]
         for drive, governor in enumerate(self.governors):

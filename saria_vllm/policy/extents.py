@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from saria_vllm.policy.index import NO_ROWS, Mask, Rows
+from saria_vllm.policy.index import NO_ROWS, Column, Mask, Rows
 from saria_vllm.types import Extent, Ints
 
 DRIVE_PAUSE_S = 10.0
@@ -37,6 +37,9 @@ class Segment:
 class ExtentAllocator:
     """Hands out records under a hard cap of segments per drive.
 
+    Extents whose drive number is not below `drives` lie in segments of other engines (`storage/foreign.py`): they are
+    read like any other, but neither written nor kept from their owner, who may retire them at any time.
+
     Args:
         drives: number of drives.
         segments_max: cap of segments on each drive, over all groups.
@@ -44,7 +47,8 @@ class ExtentAllocator:
     """
 
     def __init__(self, drives: int, segments_max: int, records_per_segment: list[int], next_segment: int = 0) -> None:
-        self._segments_max = segments_max
+        self.segments_max = segments_max
+        """May be changed at any time, also by another thread; `shrink` makes it true."""
         self._records = records_per_segment
         self._by_drive: list[dict[int, Segment]] = [{} for _ in range(drives)]
         """Segments of each drive, oldest first."""
@@ -67,6 +71,22 @@ class ExtentAllocator:
     @property
     def drives(self) -> int:
         return len(self._by_drive)
+
+    def shrink(self) -> Rows:
+        """Retire the oldest segments beyond the cap that are not in use; the others stay until this is called again, or
+        room is asked for. Returns the rows that lost their SSD copy."""
+        lost = [NO_ROWS]
+        for segments in self._by_drive:
+            over = len(segments) - self.segments_max
+            if over > 0:
+                for segment in [segment for segment in segments.values() if not segment.busy][:over]:
+                    lost.append(segment.rows[segment.rows >= 0])
+                    self._retire(segment)
+        return np.concatenate(lost)
+
+    def most_segments(self) -> int:
+        """How many segments the fullest drive has, or may come to have."""
+        return max(self.segments_max, *map(len, self._by_drive))
 
     def take(self, group: int, count: int, room: Sequence[int], now: float) -> tuple[Ints, Rows]:
         """Records to write as rows of (drive, segment, record), and the rows that lost their SSD copy to make room.
@@ -116,7 +136,9 @@ class ExtentAllocator:
 
     def _new_segment(self, drive: int, group: int, lost: list[Rows]) -> Segment | None:
         segments = self._by_drive[drive]
-        while len(segments) >= self._segments_max:
+        if not self.segments_max:
+            return None
+        while len(segments) >= self.segments_max:
             idle = [segment for segment in segments.values() if not segment.busy]
             if not idle:
                 return None
@@ -143,16 +165,17 @@ class ExtentAllocator:
 
     def forget(self, extent: Extent) -> None:
         """The record is never read again; its room comes back with its segment."""
-        self.segment(extent).rows[extent.record] = -1
+        if extent.drive < self.drives:
+            self.segment(extent).rows[extent.record] = -1
 
     def hold(self, extents: Ints) -> None:
         """Begin reading records, rows of (drive, segment, record): their segments stay."""
-        for drive, segment, count in _by_segment(extents):
+        for drive, segment, count in self._by_segment(extents):
             self._by_drive[drive][segment].busy += count
 
     def release(self, extents: Ints) -> None:
         """End reads, or a write, of records."""
-        for drive, number, count in _by_segment(extents):
+        for drive, number, count in self._by_segment(extents):
             segment = self._by_drive[drive][number]
             assert segment.busy >= count
             segment.busy -= count
@@ -169,13 +192,14 @@ class ExtentAllocator:
 
     def pause_reads(self, drive: int, now: float) -> None:
         """Offer nothing from a drive that held up a load, for `READS_PAUSE_S`."""
-        self._reads_paused_until[drive] = now + READS_PAUSE_S
+        self._reads_paused_until[drive % self.drives] = now + READS_PAUSE_S
 
-    def unreadable(self, now: float) -> Mask | None:
-        """By drive: whether its reads are paused. None when no drive's are."""
+    def unreadable(self, drives: Column, now: float) -> Mask | None:
+        """Of these drives: whether their reads are paused. None when no drive's are."""
         if max(self._reads_paused_until) <= now:
             return None
-        return np.array(self._reads_paused_until) > now
+        paused: Mask = (np.array(self._reads_paused_until) > now)[drives % self.drives]
+        return paused
 
     def leave_out(self, drive: int) -> None:
         """Never use a drive: some rank could not open it. What other ranks have there is neither used nor retired."""
@@ -205,6 +229,11 @@ class ExtentAllocator:
             found.rows[record[here[first]]] = rows[here[first]]
         return fits
 
+    def of_others(self, extents: Ints) -> Mask:
+        """Which of the records lie in other engines' segments, on drives that are used."""
+        drive = extents[:, 0]
+        return (drive >= self.drives) & ~np.isin(drive % self.drives, list(self._left_out))
+
     def end_adoption(self, next_segment: int, seen: Iterable[tuple[int, int]]) -> None:
         """After `adopt`: oldest first again, no id is given out twice, `seen` segments without a use are retired."""
         unused = (place for place in set(seen) if place[1] not in self._by_drive[place[0]])
@@ -214,7 +243,7 @@ class ExtentAllocator:
 
     def drop_all(self, still_busy: Iterable[Extent]) -> ExtentAllocator:
         """A new allocator after a cache reset: every segment retired, now or when its last job ends."""
-        fresh = ExtentAllocator(len(self._by_drive), self._segments_max, self._records, self._next_segment)
+        fresh = ExtentAllocator(len(self._by_drive), self.segments_max, self._records, self._next_segment)
         fresh._paused_until, fresh._left_out = self._paused_until, self._left_out
         fresh._reads_paused_until = self._reads_paused_until
         busy = {(extent.drive, extent.segment) for extent in still_busy}
@@ -230,14 +259,14 @@ class ExtentAllocator:
         fresh.retired = self.retired
         return fresh
 
-
-def _by_segment(extents: Ints) -> Iterable[tuple[int, int, int]]:
-    """(drive, segment, number of records) of rows of (drive, segment, record)."""
-    if len(extents) == 1:
-        return [(int(extents[0, 0]), int(extents[0, 1]), 1)]
-    places = extents[:, 0].astype(np.int64) << 32 | extents[:, 1]
-    found, counts = np.unique(places, return_counts=True)
-    return [(place >> 32, place & 0xFFFFFFFF, n) for place, n in zip(found.tolist(), counts.tolist(), strict=True)]
+    def _by_segment(self, extents: Ints) -> Iterable[tuple[int, int, int]]:
+        """(drive, segment, number of records) of rows of (drive, segment, record); of our own segments only."""
+        extents = extents[extents[:, 0] < self.drives]
+        if len(extents) == 1:
+            return [(int(extents[0, 0]), int(extents[0, 1]), 1)]
+        places = extents[:, 0].astype(np.int64) << 32 | extents[:, 1]
+        found, counts = np.unique(places, return_counts=True)
+        return [(place >> 32, place & 0xFFFFFFFF, n) for place, n in zip(found.tolist(), counts.tolist(), strict=True)]
 
 
 SEGMENT_BYTES_MAX = 1 << 30

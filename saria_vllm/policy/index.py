@@ -30,7 +30,7 @@ _STRIDE = 64
 
 _COLUMNS: dict[str, tuple[type[np.number], int]] = {
     "group": (np.uint8, 0), "dram": (np.uint8, NONE), "ssd": (np.uint8, NONE), "evicting": (np.uint8, 0),
-    "slab": (np.int32, -1), "cell": (np.int32, -1), "drive": (np.int8, -1), "segment": (np.int32, -1),
+    "slab": (np.int32, -1), "cell": (np.int32, -1), "drive": (np.int32, -1), "segment": (np.int32, -1),
     "record": (np.int32, -1), "leases": (np.int16, 0), "evictions": (np.uint8, 0), "reuses": (np.uint16, 0),
     "epoch": (np.int32, 0), "depth": (np.int32, 0), "ghost": (np.int32, 0), "uses": (np.int32, 0),
     "chained": (np.uint8, 0), "touched": (np.float32, 0), "entered": (np.float32, 0), "visit": (np.int32, 0),

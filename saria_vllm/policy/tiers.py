@@ -84,13 +84,12 @@ class Tiers:
     def match(self, prefix: Prefix, first: int, end: int, now: float) -> int:
         """The end of the longest run of chunks from `first` that every group can load, at most `end`."""
         index, extents, look = self.chunks.index, self.chunks.extents, _FIRST_LOOK
-        paused = None if extents is None else extents.unreadable(now)
         while first < end:
             stop = min(end, first + look)
             for rows in index.locate(prefix, first, stop):
                 on_ssd = index.ssd[rows] == VALID
-                if paused is not None:
-                    on_ssd &= ~paused[index.drive[rows]]
+                if extents is not None and (paused := extents.unreadable(index.drive[rows], now)) is not None:
+                    on_ssd &= ~paused
                 missing = ((rows < 0) | ((index.dram[rows] != VALID) & ~on_ssd)).nonzero()[0]
                 if missing.size:
                     end = stop = min(stop, first + int(missing[0]))
@@ -179,6 +178,8 @@ class Tiers:
         ssd = int(job.tokens[from_ssd].sum())
         count(counts, "hit_tokens", int(job.tokens.sum()) - ssd, "dram")
         count(counts, "hit_tokens", ssd, "ssd")
+        if chunks.extents is not None:
+            count(counts, "shared_hits", int((job.extents[:, 0] >= chunks.extents.drives).sum()))
 
     # Stores.
 
@@ -320,6 +321,17 @@ class Tiers:
         self.chunks.extents = extents
         count(self.chunks.counts, "recovered_chunks", self.chunks.adopt(found))
         extents.end_adoption(next_segment, seen)
+
+    def shrink_ssd(self) -> None:
+        """Give up segments beyond a cap that became lower."""
+        if self.chunks.extents is not None:
+            self.chunks.lose_ssd(self.chunks.extents.shrink())
+
+    def adopt_others(self, found: Iterable[FoundChunk], gone: Sequence[tuple[int, int]]) -> None:
+        """Other engines sealed what is `found`, and retired the (drive, segment) that are `gone`."""
+        if self.chunks.extents is not None:
+            self.chunks.lose_others(gone)
+            count(self.chunks.counts, "shared_chunks", self.chunks.adopt(found, others=True))
 
     def reset(self) -> None:
         """Forget everything. Jobs in flight end as stale: their slots and segments are freed then, once."""

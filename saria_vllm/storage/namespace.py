@@ -157,6 +157,17 @@ class EngineDirectory:
             raise StorageError("generation not durable: " + "; ".join(failures))
         return self._generation
 
+    def grant(self, nbytes: int) -> None:
+        """Say to the other engines, on each path, how much this one may come to occupy, all paths together. For the
+        holder of `sharing_lock`.
+
+        Raises:
+            OSError: not said; what was said before stands.
+        """
+        assert self._leases
+        for fd in self._leases:
+            os.pwrite(fd, b"%020d" % -(-nbytes // len(self._leases)), 0)
+
     def release(self) -> None:
         """Give the directory back. Idempotent."""
         leases, self._leases = self._leases, ()
@@ -210,6 +221,11 @@ def _naming(path: str, *names: str) -> Iterator[None]:
         if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
             problem = f"{where}: not a regular file"
         raise StorageError(f"ssd_paths: {path!r}: {problem}; accepted: {_ACCEPTED}") from error
+
+
+def granted(lease: bytes) -> int:
+    """What a lease file says that its holder may come to occupy on its path, in bytes; 0 when it says nothing."""
+    return int(lease) if lease.isdigit() and len(lease) == 20 else 0
 
 
 def _make_namespace(path: str, namespace: str, parts: Mapping[str, Any]) -> None:
