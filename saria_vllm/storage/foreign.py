@@ -145,7 +145,8 @@ class OthersFiles:
 class _Known(NamedTuple):
     """What a worker keeps of another engine's segment."""
 
-    inode: int
+    identity: tuple[int, int]
+    """Of the file."""
     header: fmt.Header
     generation: int
     checksums: array[int]
@@ -184,7 +185,7 @@ class OthersRecords:
             data_fd = open_regular(data_name(extent.segment), os.O_RDONLY | (os.O_DIRECT if direct else 0), fd)
             try:
                 known = self._known.get(extent[:2])
-                if known is None or known.inode != os.fstat(data_fd).st_ino:
+                if known is None or known.identity != _identity(data_fd):
                     known = self._learn(fd, extent, path, names, engine)
             except BaseException:
                 os.close(data_fd)
@@ -215,7 +216,7 @@ class OthersRecords:
             raise StorageError(f"{path}/{'/'.join(names)}: of this process only")
         buffered_fd = open_regular(data_name(extent.segment), os.O_RDONLY, fd)
         try:
-            owner, inode = store_id(names[1], engine, self._rank), os.fstat(buffered_fd).st_ino
+            owner, identity = store_id(names[1], engine, self._rank), _identity(buffered_fd)
             sealed = _read_sealed(fd, buffered_fd, extent.segment, owner, self._rank, self._shapes, generation)
         except FormatError as error:
             raise StorageError(f"{extent}: {error}") from None
@@ -226,10 +227,16 @@ class OthersRecords:
         checksums = array("Q", bytes(8 * sealed.header.records_max))
         for record, entry in sealed.entries.items():
             checksums[record] = entry.checksum
-        known = _Known(inode, sealed.header, generation, checksums, frozenset(sealed.entries))
+        known = _Known(identity, sealed.header, generation, checksums, frozenset(sealed.entries))
         with self._lock:
             self._known[extent[:2]] = known
         return known
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    """Of a sealed file, which never changes: inode numbers come back, but not with the same time."""
+    status = os.fstat(fd)
+    return status.st_ino, status.st_mtime_ns
 
 
 def _usable_generation(engine_fd: int) -> int | None:
