@@ -16,9 +16,9 @@ from saria_vllm.storage.directories import is_leased, open_path, sharing_lock
 from saria_vllm.storage.namespace import EngineDirectory, granted, namespace_name
 from saria_vllm.storage.reclaim import share_capacity
 
-SEGMENT = 64 << 10
+SEGMENT = 32 << 10
 CAPACITY = 32 * SEGMENT
-SMALL_FILES = 4096 * 60
+SMALL_FILES = 4096 * 32
 _numbers = itertools.count()
 
 
@@ -126,6 +126,17 @@ def test_who_has_more_than_its_share_keeps_its_grant_until_it_has_less(make: Mak
     assert used(paths) <= CAPACITY
 
 
+def test_a_step_that_is_under_way_may_still_go_by_the_old_limit(make: Make, paths: tuple[str, ...]) -> None:
+    first = make()
+    first.settle()
+    second = make()
+    first.settle(late=True)
+    second.settle()
+    first.fill()
+    second.fill()
+    assert used(paths) <= CAPACITY
+
+
 def test_what_a_killed_engine_left_counts_and_its_heir_takes_it_over(make: Make, paths: tuple[str, ...]) -> None:
     first, second = make(), make()
     for engine in (first, second, first, second):
@@ -174,11 +185,11 @@ def test_engines_on_different_paths_share_those_that_both_have(make: Make, paths
     assert used(paths) <= CAPACITY
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_sum_never_exceeds_the_capacity(paths: tuple[str, ...], seed: int) -> None:
     rng, engines = random.Random(seed), list[Engine]()
     most = 0
-    for _ in range(120):
+    for _ in range(100):
         what = rng.random()
         if what < 0.1 and len(engines) < 4:
             engines.append(Engine(paths, {"model": rng.choice("xy")}))
