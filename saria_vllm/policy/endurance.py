@@ -123,8 +123,8 @@ class Governor:
         self._spent = self._level(self._due()) - FRESH_DAYS * budget_bytes_day
         self._bins: deque[tuple[float, int]] = deque()
         self._last_day = self._today = 0
-        self._most_last_day = self._most_today = math.inf
-        """What other engines leave of the drive's budget; see `share`."""
+        self._most_last_day, self._most_today = cap_bytes_day, math.inf
+        """Of this engine; see `share`."""
         self.written_bytes = 0
         self.strictest = 0.0
         """The highest threshold that was asked for."""
@@ -213,12 +213,12 @@ class Governor:
         due = self._due()
         level, left = self._level(due), self._level(1.0)
         planned = left + self._tightness(due) * (level - left)
-        capped = min(self.cap_bytes_day, self._most_last_day) - self._last_day
-        return max(0, int(min(planned, capped, self._most_today - self._today)))
+        return max(0, int(min(planned, self._most_last_day - self._last_day, self._most_today - self._today)))
 
     def share(self, drive: DriveBudget, now: float) -> None:
-        """Divide a drive's budget anew among the engines that write to it. What may be written now stays as it is, what
-        the rest of the day brings is divided; and all engines together, those of before too, exceed neither budget."""
+        """Divide a drive's budget anew among the engines that write to it. What the plan allows now stays as it is,
+        what the rest of the day brings is divided evenly. So is, until the next call, what all engines together, those
+        of before too, leave of the day's budget and of the cap: neither is exceeded, whoever comes and goes."""
         self._advance(now)
         due = self._due()
         level = self._level(due)
@@ -226,9 +226,13 @@ class Governor:
         self.cap_bytes_day = drive.cap_bytes_day / drive.engines
         self._drawn = min(self._drawn, DRAWN_DAYS * self.budget_bytes_day)
         self._spent += self._level(due) - level
-        if drive.engines > 1 or drive.others_last_day_bytes:
-            self._most_last_day = drive.cap_bytes_day - drive.others_last_day_bytes
-            self._most_today = drive.budget_bytes_day * (1 + DRAWN_DAYS) - drive.others_today_bytes
+        left = drive.cap_bytes_day - drive.others_last_day_bytes - self._last_day
+        self._most_last_day = self._last_day + left / drive.engines
+        if drive.engines > 1 or drive.others_today_bytes:
+            left = drive.budget_bytes_day * (1 + DRAWN_DAYS) - drive.others_today_bytes - self._today
+            self._most_today = self._today + left / drive.engines
+        else:
+            self._most_today = math.inf
 
     def spend(self, nbytes: int, now: float) -> None:
         """Bytes are being written; `room` allowed them."""

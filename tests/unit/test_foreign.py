@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from doubles import MakeRig, Rig, from_ssd
 from saria_vllm.errors import StorageError
 from saria_vllm.storage import foreign
 from saria_vllm.storage import format as fmt
@@ -53,7 +55,8 @@ class Engine:
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> tuple[str, ...]:
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # No power is lost here.
     return (str(tmp_path / "a"), str(tmp_path / "b"))
 
 
@@ -336,3 +339,39 @@ def test_a_path_that_went_is_no_others(make: Make, paths: tuple[str, ...]) -> No
         ours.store.read_target(0, found[b"0-0-0"])
     os.rename(paths[0] + "-gone", paths[0])
     assert len(ours.look()) == RECORDS
+
+
+@pytest.mark.parametrize("engine", ["posix", "io_uring"])
+def test_the_executor_loads_what_another_persisted(make_rig: MakeRig, tmp_path: Path, engine: str) -> None:
+    rigs: list[Rig] = []
+    directories = [EngineDirectory.claim((str(tmp_path),), NAME, PARTS, 0) for _ in range(2)]
+    for directory in directories:
+        rig = make_rig(engine=engine)
+        cost = fmt.segment_cost_bytes(rig.shapes[0].record_bytes, RECORDS)
+        rig.executor.set_generation(directory.generation)
+        opened = OpenSsd(directory.directories, directory.generation, cost, 10)
+        rig.executor.open_ssd(opened, 0, store_id(NAME, directory.index, 0))
+        rigs.append(rig)
+    theirs, ours = rigs
+    for rig in rigs:
+        while (result := rig.executor.take_opened()) is None:
+            time.sleep(0.001)
+        assert not result.problem
+    keys = [b"k%d" % record for record in range(RECORDS)]
+    for record, key in enumerate(keys):
+        assert not theirs.put_on_ssd(0, key, Extent(0, 0, record)).failed
+    shapes = {shape.group: shape for shape in ours.shapes}
+    found = OthersFiles((str(tmp_path),), NAME, 1, 1, shapes).look()[0]
+    assert [chunk.key for chunk in found] == keys
+    blocks = [[4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3][: ours.shapes[0].blocks_per_chunk] for i in range(RECORDS)]
+    items = [from_ssd(0, blocks[i], chunk.extent, chunk.key) for i, chunk in enumerate(found)]
+    assert not ours.loaded(ours.load(*items)).failed
+    assert all(ours.is_at(0, key, blocks[i]) for i, key in enumerate(keys))
+    assert ours.loaded(ours.load(items[0]._replace(key=b"another"))).reason == "checksum"
+    theirs.executor.retire(0, 0)
+    while theirs.executor._store is None or theirs.executor._store.bytes_on_disk():
+        time.sleep(0.001)
+    assert ours.loaded(ours.load(items[1])).reason == "not_found"
+    assert theirs.loaded(theirs.load(from_ssd(0, blocks[0], Extent(0, 0, 0), keys[0]))).failed
+    for directory in directories:
+        directory.release()
