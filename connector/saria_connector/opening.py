@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from saria_connector.fingerprint import fingerprint_parts, process_only_reasons
+from saria_connector.fingerprint import changes, fingerprint_parts, process_only_reasons
 from saria_connector.metadata import SariaMetadata
 from saria_connector.sharing import Sharing
 from saria_connector.sizing import Sizing
@@ -24,7 +24,7 @@ from saria_vllm.errors import StorageError
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.storage.format import records_per_segment
-from saria_vllm.storage.namespace import EngineDirectory, namespace_name
+from saria_vllm.storage.namespace import EngineDirectory, last_claimed, namespace_name
 from saria_vllm.storage.reclaim import Claimed, claim_with_room
 from saria_vllm.types import FoundChunk, OpenedSsd, OpenSsd
 
@@ -67,12 +67,15 @@ class SsdOpening:
         sizing = self._sizing
         parts = fingerprint_parts(vllm_config, kv_cache_config, sizing.groups, sizing.shapes, self._config.namespace)
         preferred = getattr(vllm_config.parallel_config, "data_parallel_rank_local", 0) or 0
-        claimed = self._lease(namespace_name(parts), parts, preferred)
+        before, name = last_claimed(self._config.ssd_paths), namespace_name(parts)
+        claimed = self._lease(name, parts, preferred)
         if claimed.directory is None:
             self._off("; ".join(claimed.left_out))
             return
         for problem in claimed.left_out:
             logger.error("SARIA: a drive is left out until a restart: %s", problem)
+        if before is not None and before[0] != name and not parts["this_process_only"]:
+            self._log_change(*before, name, parts)
         self.directory, self._paths = claimed.directory, claimed.directory.paths
         self.generation = self.directory.generation
         self._until = self._clock() + OPENING_S
@@ -87,6 +90,19 @@ class SsdOpening:
                 return
             self._tiers.evictor.governors = self.wear.governors
         self.sharing = Sharing(self.directory, self._sizing, self._config.ssd_capacity, self.wear)
+
+    @staticmethod
+    def _log_change(before: str, old: dict[str, Any], now: str, new: dict[str, Any]) -> None:
+        differs = changes(old, new)
+        by_accident = len(differs) == 1 and differs[0].startswith("hash:")  # Of block hashes: algorithm and seed.
+        logger.log(
+            logging.WARNING if by_accident else logging.INFO,
+            "SARIA: what was stored on SSD by the configuration used last, %s, is not used by this one, %s; %s%s",
+            before,
+            now,
+            "; ".join(differs) or "nothing that is known differs",
+            ": set the same PYTHONHASHSEED for all, or none with sha256" if by_accident else "",
+        )
 
     def _lease(self, namespace: str, parts: dict[str, Any], preferred: int) -> Claimed:
         """The preferred engine directory; another one only when a few seconds do not free it.

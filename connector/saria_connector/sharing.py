@@ -57,7 +57,7 @@ class Sharing:
         """On each drive of one rank."""
         self._said_segments = sizing.segments_max
         self._generation = directory.generation
-        shapes = dict(enumerate(sizing.shapes))
+        shapes = {shape.group: shape for shape in sizing.shapes}
         self._others = OthersFiles(directory.paths, directory.namespace, directory.index, sizing.ranks, shapes)
         self._news: _News | None = None
         self._budgets: list[DriveBudget] | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,9 @@ SEGMENT_BYTES_MAX = 1 << 32
 
 FOUND_MAX = 4096
 """Chunks found in one look, but for the last segment's: indexing them holds up an engine step."""
+
+KNOWN_MAX = 1024
+"""Segments of which a worker remembers the index."""
 
 _INDEX_END_BYTES = 16
 """Nothing but zeros there: the index was not written yet."""
@@ -151,7 +155,8 @@ class _Known(NamedTuple):
     generation: int
     checksums: array[int]
     """By record."""
-    live: frozenset[int]
+    live: bytearray
+    """By record: 1 where it may be used."""
 
 
 class OthersRecords:
@@ -163,8 +168,8 @@ class OthersRecords:
 
     def __init__(self, directories: Sequence[str], rank: int, shapes: Mapping[int, GroupShape]) -> None:
         self._directories, self._rank, self._shapes = tuple(directories), rank, shapes
-        self._known: dict[Place, _Known] = {}
-        """Only replaced entry by entry, so no lock is needed but for adding."""
+        self._known: OrderedDict[Place, _Known] = OrderedDict()
+        """The least recently used first."""
         self._lock = threading.Lock()
 
     def open_record(self, group: int, extent: Extent, direct: bool) -> tuple[int, int, int]:
@@ -184,23 +189,30 @@ class OthersRecords:
         with open_path(path, (*names, f"r{self._rank}")) as fd:
             data_fd = open_regular(data_name(extent.segment), os.O_RDONLY | (os.O_DIRECT if direct else 0), fd)
             try:
-                known = self._known.get(extent[:2])
+                known = self._find(extent)
                 if known is None or known.identity != _identity(data_fd):
                     known = self._learn(fd, extent, path, names, engine)
             except BaseException:
                 os.close(data_fd)
                 raise
-        if known.header.group != group or extent.record not in known.live:
+        if known.header.group != group or extent.record >= len(known.live) or not known.live[extent.record]:
             os.close(data_fd)
             raise StorageError(f"{extent} of another engine holds no record that may be used")
         return data_fd, fmt.record_offset(known.header.record_bytes, extent.record), known.checksums[extent.record]
 
     def seed(self, extent: Extent, key: bytes) -> int:
         """Checksum seed of a record; no record's when its segment was not opened."""
-        known = self._known.get(extent[:2])
+        known = self._find(extent)
         if known is None:
             return 0
         return fmt.seed_of(known.header.store_id, key, known.generation, extent.segment, extent.record)
+
+    def _find(self, extent: Extent) -> _Known | None:
+        with self._lock:
+            known = self._known.get(extent[:2])
+            if known is not None:
+                self._known.move_to_end(extent[:2])
+            return known
 
     def _where(self, extent: Extent) -> tuple[str, tuple[str, str, str], int]:
         """Path, names below it, and number of the engine that an extent belongs to."""
@@ -224,12 +236,15 @@ class OthersRecords:
             os.close(buffered_fd)
         if sealed is None:
             raise StorageError(f"{extent}: not sealed")
-        checksums = array("Q", bytes(8 * sealed.header.records_max))
+        checksums, live = array("Q", bytes(8 * sealed.header.records_max)), bytearray(sealed.header.records_max)
         for record, entry in sealed.entries.items():
-            checksums[record] = entry.checksum
-        known = _Known(identity, sealed.header, generation, checksums, frozenset(sealed.entries))
+            checksums[record], live[record] = entry.checksum, 1
+        known = _Known(identity, sealed.header, generation, checksums, live)
         with self._lock:
             self._known[extent[:2]] = known
+            self._known.move_to_end(extent[:2])
+            if len(self._known) > KNOWN_MAX:
+                self._known.popitem(last=False)
         return known
 
 

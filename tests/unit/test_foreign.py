@@ -254,6 +254,18 @@ def test_a_look_ends_after_so_many_chunks_and_goes_on(make: Make, monkeypatch: p
     assert [(gone, more) for _, gone, more in looks] == [([], True), ([], True), ([], False)]
 
 
+def test_a_worker_remembers_so_many_segments_and_reads_all(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "KNOWN_MAX", 2)
+    ours, theirs = make(), make()
+    for segment in range(4):
+        fill(theirs.store, segment)
+    found = ours.look()
+    assert all(is_right(ours.store, 0, extent, key) for _ in range(2) for key, extent in found.items())
+    assert len(ours.store._others._known) == 2
+    with pytest.raises(StorageError):
+        ours.store.read_target(0, Extent(4, 0, RECORDS))
+
+
 def damage_index(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-40] ^= 1
