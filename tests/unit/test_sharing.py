@@ -240,6 +240,8 @@ def test_a_grant_that_cannot_be_written_changes_nothing(make: Make, monkeypatch:
     first, second = make(), make()
     for engine in (first, second, first, second):
         engine.settle()
+    make()
+    first.settle()
     before = first.limit
 
     def fails(*args: object) -> int:
