@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from saria_vllm.policy.index import NO_ROWS, Column, Mask, Rows
+from saria_vllm.policy.index import NO_ROWS, Mask, Rows
 from saria_vllm.types import Extent, Ints
 
 DRIVE_PAUSE_S = 10.0
@@ -135,10 +135,10 @@ class ExtentAllocator:
         return np.concatenate(runs)
 
     def _new_segment(self, drive: int, group: int, lost: list[Rows]) -> Segment | None:
-        segments = self._by_drive[drive]
-        if not self.segments_max:
+        segments, segments_max = self._by_drive[drive], self.segments_max
+        if not segments_max:
             return None
-        while len(segments) >= self.segments_max:
+        while len(segments) >= segments_max:
             idle = [segment for segment in segments.values() if not segment.busy]
             if not idle:
                 return None
@@ -170,12 +170,12 @@ class ExtentAllocator:
 
     def hold(self, extents: Ints) -> None:
         """Begin reading records, rows of (drive, segment, record): their segments stay."""
-        for drive, segment, count in self._by_segment(extents):
+        for drive, segment, count in _by_segment(extents[extents[:, 0] < self.drives]):
             self._by_drive[drive][segment].busy += count
 
     def release(self, extents: Ints) -> None:
         """End reads, or a write, of records."""
-        for drive, number, count in self._by_segment(extents):
+        for drive, number, count in _by_segment(extents[extents[:, 0] < self.drives]):
             segment = self._by_drive[drive][number]
             assert segment.busy >= count
             segment.busy -= count
@@ -194,12 +194,11 @@ class ExtentAllocator:
         """Offer nothing from a drive that held up a load, for `READS_PAUSE_S`."""
         self._reads_paused_until[drive % self.drives] = now + READS_PAUSE_S
 
-    def unreadable(self, drives: Column, now: float) -> Mask | None:
-        """Of these drives: whether their reads are paused. None when no drive's are."""
+    def unreadable(self, now: float) -> Mask | None:
+        """By drive: whether its reads are paused. None when no drive's are."""
         if max(self._reads_paused_until) <= now:
             return None
-        paused: Mask = (np.array(self._reads_paused_until) > now)[drives % self.drives]
-        return paused
+        return np.array(self._reads_paused_until) > now
 
     def leave_out(self, drive: int) -> None:
         """Never use a drive: some rank could not open it. What other ranks have there is neither used nor retired."""
@@ -259,14 +258,14 @@ class ExtentAllocator:
         fresh.retired = self.retired
         return fresh
 
-    def _by_segment(self, extents: Ints) -> Iterable[tuple[int, int, int]]:
-        """(drive, segment, number of records) of rows of (drive, segment, record); of our own segments only."""
-        extents = extents[extents[:, 0] < self.drives]
-        if len(extents) == 1:
-            return [(int(extents[0, 0]), int(extents[0, 1]), 1)]
-        places = extents[:, 0].astype(np.int64) << 32 | extents[:, 1]
-        found, counts = np.unique(places, return_counts=True)
-        return [(place >> 32, place & 0xFFFFFFFF, n) for place, n in zip(found.tolist(), counts.tolist(), strict=True)]
+
+def _by_segment(extents: Ints) -> Iterable[tuple[int, int, int]]:
+    """(drive, segment, number of records) of rows of (drive, segment, record)."""
+    if len(extents) == 1:
+        return [(int(extents[0, 0]), int(extents[0, 1]), 1)]
+    places = extents[:, 0].astype(np.int64) << 32 | extents[:, 1]
+    found, counts = np.unique(places, return_counts=True)
+    return [(place >> 32, place & 0xFFFFFFFF, n) for place, n in zip(found.tolist(), counts.tolist(), strict=True)]
 
 
 SEGMENT_BYTES_MAX = 1 << 30

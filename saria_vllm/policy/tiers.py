@@ -84,12 +84,13 @@ class Tiers:
     def match(self, prefix: Prefix, first: int, end: int, now: float) -> int:
         """The end of the longest run of chunks from `first` that every group can load, at most `end`."""
         index, extents, look = self.chunks.index, self.chunks.extents, _FIRST_LOOK
+        paused = None if extents is None else extents.unreadable(now)
         while first < end:
             stop = min(end, first + look)
             for rows in index.locate(prefix, first, stop):
                 on_ssd = index.ssd[rows] == VALID
-                if extents is not None and (paused := extents.unreadable(index.drive[rows], now)) is not None:
-                    on_ssd &= ~paused
+                if paused is not None:
+                    on_ssd &= ~paused[index.drive[rows] % len(paused)]
                 missing = ((rows < 0) | ((index.dram[rows] != VALID) & ~on_ssd)).nonzero()[0]
                 if missing.size:
                     end = stop = min(stop, first + int(missing[0]))
