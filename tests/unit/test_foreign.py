@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -227,6 +228,8 @@ def test_a_chunk_is_there_when_all_ranks_have_it(make: Make) -> None:
     assert set(ours.look()) == {keys[0], keys[2]}
     for rank in range(2):
         assert is_right(ours.stores[rank], 0, Extent(4, 0, 0), keys[0])
+    theirs.stores[1].retire(0, 0)
+    assert ours.files.look() == ([], [(4, 0)], False), "one rank's retirement is enough"
 
 
 def test_an_orphan_is_read_like_any_other(make: Make) -> None:
@@ -282,6 +285,10 @@ def cut(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 4096)
 
 
+def longer(file: Path) -> None:
+    os.truncate(file, file.stat().st_size + 4096)
+
+
 def a_link(file: Path) -> None:
     file.rename(file.with_name("kept"))
     file.symlink_to("kept")
@@ -293,12 +300,17 @@ def a_fifo(file: Path) -> None:
 
 
 def of_another_engine(file: Path) -> None:
-    header = fmt.parse_header(file.read_bytes()[:4096])
-    data = fmt.pack_header(header._replace(store_id=store_id(NAME, 5, 0))) + file.read_bytes()[4096:]
-    file.write_bytes(data)
+    other = EngineDirectory.claim((str(file.parents[4]),), NAME, PARTS, 5)
+    opened = OpenSsd(other.directories, 1, SEGMENT_BYTES, 8)
+    store = SegmentStore(opened, 0, SHAPES, store_id(NAME, 5, 0))
+    fill(store)
+    store.close()
+    file.write_bytes(Path(other.directories[0], "r0", data_name(0)).read_bytes())
+    shutil.rmtree(other.directories[0])
+    other.release()
 
 
-@pytest.mark.parametrize("harm", [damage_index, damage_header, cut, a_link, a_fifo, of_another_engine])
+@pytest.mark.parametrize("harm", [damage_index, damage_header, cut, longer, a_link, a_fifo, of_another_engine])
 def test_a_file_that_is_not_what_it_should_be_is_neither_found_nor_read(
     make: Make, paths: tuple[str, ...], harm: Callable[[Path], None]
 ) -> None:
