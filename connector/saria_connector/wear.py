@@ -46,7 +46,7 @@ class DriveWear:
 
     def __init__(self, path: str, preferred: int, whole: DriveBudget, engines: int, now: float) -> None:
         self._path, self._whole, self._engines = path, whole, engines
-        self._index, self._lease = lease_state(path, preferred)
+        self.index, self._lease = lease_state(path, preferred)
         self._shared = self.look()
         target, cap = whole.budget_bytes_day / self._shared.engines, whole.cap_bytes_day / self._shared.engines
         self.governor = Governor(target, cap, now, now - time.time() % DAY_S)
@@ -62,7 +62,7 @@ class DriveWear:
 
     def _restore(self, now: float) -> None:
         try:
-            data = read_state(self._path, self._index)
+            data = read_state(self._path, self.index)
             state = None if data is None else msgspec.json.decode(data, type=EnduranceState)
         except (StorageError, msgspec.DecodeError) as error:
             logger.warning("SARIA: what was written to SSD before is not known: %s", error)
@@ -83,7 +83,7 @@ class DriveWear:
         Raises:
             StorageError: the path cannot be used.
         """
-        living, states = other_states(self._path, self._index)
+        living, states = other_states(self._path, self.index)
         wall_s = time.time()
         today = last_day = 0
         for data in states:
@@ -126,7 +126,7 @@ class DriveWear:
         if before is not None:
             before.join()
         try:
-            write_state(self._path, self._index, state)
+            write_state(self._path, self.index, state)
         except StorageError as error:
             if str(error) != self._problem:
                 logger.warning("SARIA: what was written to SSD will be forgotten at the next start: %s", error)
