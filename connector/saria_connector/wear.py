@@ -47,7 +47,11 @@ class DriveWear:
     def __init__(self, path: str, preferred: int, whole: DriveBudget, engines: int, now: float) -> None:
         self._path, self._whole, self._engines = path, whole, engines
         self.index, self._lease = lease_state(path, preferred)
-        self._shared = self.look()
+        try:
+            self._shared = self.look()
+        except StorageError:
+            self.release()
+            raise
         target, cap = whole.budget_bytes_day / self._shared.engines, whole.cap_bytes_day / self._shared.engines
         self.governor = Governor(target, cap, now, now - time.time() % DAY_S)
         self.begun = now
