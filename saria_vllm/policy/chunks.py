@@ -115,7 +115,7 @@ class Chunks:
             return
         index = self.index
         places = index.drive.astype(np.int64) << 32 | index.segment
-        there = np.isin(places, [drive << 32 | segment for drive, segment in gone]) & (index.ssd == VALID)
+        there = np.isin(places, [drive << 32 | segment for drive, segment in gone])
         rows = there.nonzero()[0].astype(np.int32)
         self.clear_ssd(rows)
         self.settle(rows)
