@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,33 @@ def test_what_its_owner_retired_is_offered_no_more(together: Make, tmp_path: Pat
     look(ours)
     ours.serve("late", prompt(100))
     assert ours.offered("late") == [0]
+
+
+def test_an_engine_that_takes_no_steps_gives_up_what_it_does_not_use(together: Make) -> None:
+    ours, theirs = together(), together()
+    for _ in range(2):
+        assert ours.side.ssd.sharing is not None
+        ours.side.ssd.sharing.look()
+    look(theirs)
+    extents = theirs.side.tiers.chunks.extents
+    assert extents is not None and extents.segments_max >= 10
+
+
+def test_a_look_that_hangs_at_the_end_leaves_the_directory_leased(
+    together: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It might write into a lease whose descriptor is another file's by then."""
+    go_on = threading.Event()
+    monkeypatch.setattr("saria_connector.sharing.CLOSE_S", 0.1)
+    monkeypatch.setattr(opening.Sharing, "_run", lambda self: go_on.wait(60))
+    ours = together()
+    directory = ours.side.ssd.directory
+    ours.close()
+    theirs = together()
+    assert theirs.side.ssd.directory is not None and theirs.side.ssd.directory.index == 1
+    go_on.set()
+    assert directory is not None
+    directory.release()
 
 
 def test_engines_divide_the_capacity_and_the_heir_has_it_all_again(together: Make) -> None:
