@@ -99,6 +99,10 @@ class Sharing:
                 if str(error) not in self._said and len(self._said) < 10:
                     self._said.add(str(error))
                     logger.warning("SARIA: what other engines share with this one is not known: %s", error)
+        return self._find()
+
+    def _find(self) -> bool:
+        """Look at what others sealed; whether there is more."""
         if self._news is not None or self._directory.generation != self._generation:
             return False  # After a reset this engine has other weights than those whose KV is on disk.
         found, gone, more = self._others.look()
@@ -114,7 +118,7 @@ class Sharing:
         more = False
         try:
             while not self._ended.wait(MORE_S if more else LOOK_S):
-                more = self.look()
+                more = self._find() if more else self.look()
         except Exception:
             logger.exception("SARIA: a fault of ours; what other engines share is not looked at any more")
 
