@@ -59,6 +59,8 @@ COUNTERS: dict[str, Metric] = {
     "second_chance_bytes": Metric("Bytes sent to SSD again before their segment went, over all ranks"),
     "retired_chunks": Metric("Chunks that left SSD with their segment"),
     "recovered_chunks": Metric("Chunks found on SSD when the engine started"),
+    "shared_chunks": Metric("Chunks found in what other engines of the same configuration wrote to SSD"),
+    "shared_hits": Metric("Chunks loaded from what other engines wrote to SSD"),
     "dropped_chunks": Metric("Chunks not kept", "reason", DROP_REASONS),
     "recording_dropped": Metric("Finished requests that trace_record left out: its queue was full, or it has ended"),
     "hints_ignored": Metric("Hints in requests' kv_transfer_params that were not understood"),

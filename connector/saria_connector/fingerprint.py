@@ -55,6 +55,20 @@ def fingerprint_parts(
     }
 
 
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two configurations, in words, at most 200 characters each."""
+    return [
+        f"{name}: {_short(before.get(name))} -> {_short(now.get(name))}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name != "this_process_only"
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def process_only_reasons(vllm_config: Any) -> list[str]:
     """Why KV on SSD would mean nothing, or something else, to the next process; usually empty."""
     cache, reasons = vllm_config.cache_config, []

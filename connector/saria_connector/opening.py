@@ -15,23 +15,21 @@ from typing import Any
 
 import msgspec
 
-from saria_connector.fingerprint import fingerprint_parts, process_only_reasons
+from saria_connector.fingerprint import changes, fingerprint_parts, process_only_reasons
 from saria_connector.metadata import SariaMetadata
+from saria_connector.sharing import Sharing
 from saria_connector.sizing import Sizing
 from saria_connector.wear import Wear
-from saria_vllm.config import SariaConfig, format_bytes
+from saria_vllm.config import SariaConfig
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.storage.format import records_per_segment
-from saria_vllm.storage.namespace import EngineDirectory, namespace_name
-from saria_vllm.storage.reclaim import Claimed, claim_with_room, reclaim_others
+from saria_vllm.storage.namespace import EngineDirectory, last_claimed, namespace_name
+from saria_vllm.storage.reclaim import Claimed, claim_with_room
 from saria_vllm.types import FoundChunks, OpenedSsd, OpenSsd
 
 logger = logging.getLogger("vllm.saria")
-
-SMALL_FILES_BYTES = 1 << 20
-"""What leases, generations and the like may take beside the segments."""
 
 OPENING_S = 10.0
 """How long requests wait for the SSD tier to open."""
@@ -47,6 +45,7 @@ class SsdOpening:
         self.generation = 0
         self.directory: EngineDirectory | None = None
         self.wear: Wear | None = None
+        self.sharing: Sharing | None = None
         self._paths: tuple[str, ...] = ()
         """Those of the ssd paths that are used: what the drives' numbers stand for."""
         self._until = 0.0
@@ -56,7 +55,6 @@ class SsdOpening:
         """To be sent to the workers, with the generation of that moment."""
         self._generation_sent = 0
         """The generation that the workers look for."""
-        self._segments_max = 0
         self._reports: list[OpenedSsd] = []
 
     def claim(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -70,12 +68,15 @@ class SsdOpening:
         sizing = self._sizing
         parts = fingerprint_parts(vllm_config, kv_cache_config, sizing.groups, sizing.shapes, self._config.namespace)
         preferred = getattr(vllm_config.parallel_config, "data_parallel_rank_local", 0) or 0
-        claimed = self._lease(namespace_name(parts), parts, preferred)
+        before, name = last_claimed(self._config.ssd_paths), namespace_name(parts)
+        claimed = self._lease(name, parts, preferred)
         if claimed.directory is None:
             self._off("; ".join(claimed.left_out))
             return
         for problem in claimed.left_out:
             logger.error("SARIA: a drive is left out until a restart: %s", problem)
+        if before is not None and before[0] != name and not parts["this_process_only"]:
+            self._log_change(*before, name, parts)
         self.directory, self._paths = claimed.directory, claimed.directory.paths
         self.generation = self.directory.generation
         self._until = self._clock() + OPENING_S
@@ -89,6 +90,20 @@ class SsdOpening:
                 self._off(str(error))
                 return
             self._tiers.evictor.governors = self.wear.governors
+        self.sharing = Sharing(self.directory, self._sizing, self._config.ssd_capacity, self.wear)
+
+    @staticmethod
+    def _log_change(before: str, old: dict[str, Any], now: str, new: dict[str, Any]) -> None:
+        differs = changes(old, new)
+        by_accident = len(differs) == 1 and differs[0].startswith("hash:")  # Of block hashes: algorithm and seed.
+        logger.log(
+            logging.WARNING if by_accident else logging.INFO,
+            "SARIA: what was stored on SSD by the configuration used last, %s, is not used by this one, %s; %s%s",
+            before,
+            now,
+            "; ".join(differs) or "nothing that is known differs",
+            ": set the same PYTHONHASHSEED for all, or none with sha256" if by_accident else "",
+        )
 
     def _lease(self, namespace: str, parts: dict[str, Any], preferred: int) -> Claimed:
         """The preferred engine directory; another one only when a few seconds do not free it.
@@ -122,29 +137,23 @@ class SsdOpening:
             metadata.open_ssd = msgspec.structs.replace(self._message, generation=self.generation)
             self._message, self._generation_sent = None, self.generation
         if self._reclaimer is None:
-            self._reclaimer = threading.Thread(target=self._reclaim, args=(self.directory,), daemon=True)
+            self._reclaimer = threading.Thread(target=self._reclaim, args=(self.directory, self.sharing), daemon=True)
             try:
                 self._reclaimer.start()
             except RuntimeError as error:  # Too many threads here.
                 self._off(str(error))
 
-    def _reclaim(self, directory: EngineDirectory) -> None:
+    def _reclaim(self, directory: EngineDirectory, sharing: Sharing) -> None:
         """Make room under `ssd_capacity`, then let the workers open. On a thread: unlinking much takes seconds."""
-        config, sizing = self._config, self._sizing
-        per_segment = sizing.segment_bytes * sizing.ranks * len(directory.paths)
-        segments_max = sizing.segments_max
         try:
-            ours, removed = reclaim_others(directory.paths, directory, config.ssd_capacity)
+            sharing.settle()
+        except (OSError, StorageError) as error:  # What is there can be read; what there is room for is settled later.
+            logger.warning("SARIA: nothing is written to SSD for now: %s", error)
         except Exception as error:
             self._off(f"{type(error).__name__}: {error}")
             return
-        for path in removed:
-            logger.warning("SARIA removed %s to stay within ssd_capacity", path)
-        if ours < per_segment * segments_max - SMALL_FILES_BYTES:
-            segments_max = ours // per_segment
-            logger.warning("SARIA: other engines use ssd_capacity; %s are left for this one", format_bytes(ours))
-        self._segments_max = segments_max
-        self._message = OpenSsd(directory.directories, self.generation, sizing.segment_bytes, segments_max)
+        sizing = self._sizing
+        self._message = OpenSsd(directory.directories, self.generation, sizing.segment_bytes, sizing.segments_max)
 
     def _off(self, problem: str) -> None:
         logger.error("SARIA: the SSD tier is off: %s", problem)
@@ -162,13 +171,14 @@ class SsdOpening:
         if problems:
             self._off(problems[0])
             return
+        assert self.sharing is not None
         self._until = 0.0
         found = functools.reduce(FoundChunks.also_in, (report.found for report in reports))
         next_segment = max(report.next_segment for report in reports)
         sizing = self._sizing
         records = [records_per_segment(shape.record_bytes, sizing.segment_bytes) for shape in sizing.shapes]
         drives = len(self._paths)
-        extents = ExtentAllocator(drives, self._segments_max, records, next_segment)
+        extents = ExtentAllocator(drives, self.sharing.segments_max, records, next_segment)
         extents.striping.labels = list(self._paths)
         for drive in range(drives):
             if not all(report.drives[drive] for report in reports):
@@ -178,6 +188,9 @@ class SsdOpening:
         self._tiers.open_ssd(extents, found, next_segment, seen)
         if self.generation != self._generation_sent:
             self._tiers.reset()  # A reset came in between: what was found is of before, and its segments must go.
+        if not self.sharing.segments_max and (extents := self._tiers.chunks.extents) is not None:
+            extents.segments_max = extents.most_segments()  # Not settled yet: what is there may stay.
+        self.sharing.start(self._tiers)
         logger.info("SARIA: the SSD tier is open, %d chunks found; %s", len(found), reports[0].note)
 
     def next_generation(self) -> bool:
@@ -196,10 +209,20 @@ class SsdOpening:
         finally:
             self.generation = self.directory.generation
 
+    def step(self, now: float) -> None:
+        """Once per engine step, before anything is evicted."""
+        if self.sharing is not None:
+            self.sharing.step(now)
+        if self.wear is not None:
+            self.wear.step(now)
+
     def release(self) -> None:
+        looked = self.sharing is None or self.sharing.close()
+        self.sharing = None
         if self.wear is not None:
             self.wear.close(self._clock())
             self.wear = None
         if self.directory is not None:
-            self.directory.release()
+            if looked:
+                self.directory.release()
             self.directory = None

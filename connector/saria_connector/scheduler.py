@@ -324,10 +324,9 @@ class SchedulerSide:
         """Plan stores, evictions and persists."""
         if not self._off:
             now = self._clock()
+            self.ssd.step(now)
             self._plan_stores(scheduler_output)
             self._persists += self.tiers.make_room(now)
-            if self.ssd.wear is not None:
-                self.ssd.wear.step(now)
 
     def take_metadata(self) -> SariaMetadata:
         """What was planned since the last call. Whatever was promised to vLLM is in it, also after a fault."""

@@ -8,6 +8,7 @@ of a day's budget was written, and at shutdown, which vLLM often leaves out: it 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -18,10 +19,25 @@ import msgspec
 from saria_vllm.config import EnduranceConfig, format_bytes
 from saria_vllm.errors import StorageError
 from saria_vllm.metrics import Counts, count
-from saria_vllm.policy.endurance import DAY_S, EnduranceState, Governor, drive_life_years, life_left_years
+from saria_vllm.policy.endurance import (
+    DAY_S,
+    DriveBudget,
+    EnduranceState,
+    Governor,
+    drive_life_years,
+    life_left_years,
+)
 from saria_vllm.policy.surcharge import Reading
 from saria_vllm.storage.smart import Smart, read_smart
-from saria_vllm.storage.wear import device_bytes, engines_with_state, on_one_device, read_state, write_state
+from saria_vllm.storage.wear import (
+    device_bytes,
+    engines_with_state,
+    lease_state,
+    on_one_device,
+    other_states,
+    read_state,
+    write_state,
+)
 
 logger = logging.getLogger("vllm.saria")
 
@@ -40,14 +56,32 @@ CLOSE_S = 5.0
 
 class DriveWear:
     """The budget of one drive. `now` is the clock of the steps; the state on disk is in seconds of the wall clock, and
-    its days begin at midnight UTC."""
+    its days begin at midnight UTC.
 
-    def __init__(self, path: str, engine_index: int, governor: Governor, now: float) -> None:
-        self._path, self._index, self.governor = path, engine_index, governor
+    Args:
+        preferred: number of this engine's state on the drive, unless another has it.
+        engines: engines that are known to share the drive.
+        whole: the drive's budget.
+
+    Raises:
+        StorageError: the path cannot be used.
+    """
+
+    def __init__(self, path: str, preferred: int, whole: DriveBudget, engines: int, now: float) -> None:
+        self._path, self._whole, self._engines = path, whole, engines
+        self.index, self._lease = lease_state(path, preferred)
+        try:
+            self._shared = self.look()
+        except StorageError:
+            self.release()
+            raise
+        target, cap = whole.budget_bytes_day / self._shared.engines, whole.cap_bytes_day / self._shared.engines
+        self.governor = Governor(target, cap, now, now - time.time() % DAY_S)
         self.begun = now
         """Since when all that was written is known."""
         self._restore(now)
-        self._saved_bytes = governor.written_bytes
+        self.governor.share(self._shared, now)
+        self._saved_bytes = self.governor.written_bytes
         """Written when the state was last saved."""
         self._save_at = now + SAVE_S
         self._writer: threading.Thread | None = None
@@ -55,7 +89,7 @@ class DriveWear:
 
     def _restore(self, now: float) -> None:
         try:
-            data = read_state(self._path, self._index)
+            data = read_state(self._path, self.index)
             state = None if data is None else msgspec.json.decode(data, type=EnduranceState)
         except (StorageError, msgspec.DecodeError) as error:
             logger.warning("SARIA: what was written to SSD before is not known: %s", error)
@@ -64,6 +98,37 @@ class DriveWear:
             wall_s = time.time()
             self.governor.restore(state, now, wall_s)
             self.begun -= max(0.0, wall_s - min((begin for begin, _ in state.bins), default=wall_s))
+
+    @property
+    def engines(self) -> int:
+        """That write to the drive, this one included."""
+        return self._shared.engines
+
+    def look(self) -> DriveBudget:
+        """Who else writes to the drive, and how much. To be told to `shared`; may take as long as the drive does.
+
+        Raises:
+            StorageError: the path cannot be used.
+        """
+        living, states = other_states(self._path, self.index)
+        wall_s = time.time()
+        today = last_day = 0
+        for data in states:
+            try:
+                bins = msgspec.json.decode(data, type=EnduranceState).bins
+            except msgspec.DecodeError:
+                continue
+            last_day += sum(nbytes for begin, nbytes in bins if begin > wall_s - DAY_S)
+            today += sum(nbytes for begin, nbytes in bins if begin >= wall_s - wall_s % DAY_S)
+        engines = max(self._engines, 1 + living)
+        return self._whole._replace(engines=engines, others_today_bytes=today, others_last_day_bytes=last_day)
+
+    def shared(self, shared: DriveBudget, now: float) -> None:
+        """Go by what `look` saw."""
+        if shared.engines != self._shared.engines:
+            logger.info("SARIA: %d engine(s) share the write budget of %s", shared.engines, self._path)
+        self._shared = shared
+        self.governor.share(shared, now)
 
     def step(self, now: float) -> None:
         """Once per engine step."""
@@ -88,18 +153,26 @@ class DriveWear:
         if before is not None:
             before.join()
         try:
-            write_state(self._path, self._index, state)
+            write_state(self._path, self.index, state)
         except StorageError as error:
             if str(error) != self._problem:
                 logger.warning("SARIA: what was written to SSD will be forgotten at the next start: %s", error)
             self._problem = str(error)
 
     def wait(self, until: float) -> None:
-        """For what is being written, until this monotonic time."""
+        """For what is being written, until this monotonic time; then the state is another engine's to take."""
         if self._writer is not None:
             self._writer.join(max(0.0, until - time.monotonic()))
             if self._writer.is_alive():
                 logger.warning("SARIA: a drive hangs; the last minute of what was written will be forgotten")
+                return
+        self.release()
+
+    def release(self) -> None:
+        """Nothing is written to the state any more. Idempotent."""
+        if self._lease >= 0:
+            os.close(self._lease)
+            self._lease = -1
 
 
 class DriveSmart:
@@ -107,12 +180,11 @@ class DriveSmart:
 
     Args:
         paths: the ssd paths on its device, the asking one first.
-        engines: how many of our engines write there.
+        drive: the budget that it is about.
     """
 
-    def __init__(self, paths: Sequence[str], engine_index: int, engines: int, governor: Governor) -> None:
-        self.paths, self._index, self._governor = paths, engine_index, governor
-        self._share = 1 / engines / len(paths)
+    def __init__(self, paths: Sequence[str], drive: DriveWear) -> None:
+        self.paths, self._drive, self._governor = paths, drive, drive.governor
         self._ask_at = 0.0
         self._asking: threading.Thread | None = None
         self._answer: tuple[Smart | str, int] | None = None
@@ -143,7 +215,7 @@ class DriveSmart:
         ours = mine
         for path in self.paths if isinstance(smart, Smart) else ():
             for engine in engines_with_state(path):
-                if (path, engine) != (self.paths[0], self._index):
+                if (path, engine) != (self.paths[0], self._drive.index):
                     ours += _written_by(path, engine)
         self._answer = smart, ours
 
@@ -162,7 +234,8 @@ class DriveSmart:
             logger.warning("SARIA: %s warns of its state: %#x", ", ".join(smart.disks), smart.critical_warning)
         reading = Reading(smart.written_bytes, smart.media_bytes, ours, self._governor.written_bytes)
         # Under a RAID a byte is written more than once: what others wrote cannot be told then.
-        return self._governor.learn(reading, self._share if len(smart.disks) == 1 else 0.0, now)
+        share = 1 / self._drive.engines / len(self.paths) if len(smart.disks) == 1 else 0.0
+        return self._governor.learn(reading, share, now)
 
     def report(self, rated_bytes_day: float) -> None:
         """Say what the drive said, and how long it lasts at the rate of all its hosts, once that is known."""
@@ -208,29 +281,33 @@ class Wear:
     ) -> None:  # fmt: skip
         sizes = device_bytes(ssd_paths)
         rated = config.rated_capacity * len(ssd_paths) / (len(ssd_paths) + left_out) or sum(sizes)
-        scale = rated / sum(sizes) / engines
-        self._rated_bytes = scale * sum(sizes)
-        self.drives = []
-        for path, size in zip(ssd_paths, sizes, strict=True):
-            target, cap = config.target_dwpd * scale * size, config.hard_cap_dwpd * scale * size
-            governor = Governor(target, cap, now, now - time.time() % DAY_S)
-            self.drives.append(DriveWear(path, engine_index, governor, now))
+        scale = rated / sum(sizes)
+        self.drives: list[DriveWear] = []
+        try:
+            for path, size in zip(ssd_paths, sizes, strict=True):
+                whole = DriveBudget(config.target_dwpd * scale * size, config.hard_cap_dwpd * scale * size)
+                self.drives.append(DriveWear(path, engine_index, whole, engines, now))
+        except StorageError:
+            for drive in self.drives:
+                drive.release()
+            raise
+        self._rated_bytes = rated
         self._rated_by_drive = [rated * size / sum(sizes) for size in sizes]
         """Bytes per day that each drive, or what the path has of it, is rated for."""
         self.smarts = []
         for drive, path, beside in zip(self.drives, ssd_paths, on_one_device(ssd_paths), strict=True):
             paths = [path, *(other for other in beside if other != path)]
-            self.smarts.append(DriveSmart(paths, engine_index, engines, drive.governor))
+            self.smarts.append(DriveSmart(paths, drive))
         self._labels = list(ssd_paths)
         self.counts: Counts = {}
         self._report_at = now + REPORT_S
         logger.info(
             "SARIA: this engine may write %s to SSD per day and at most %s in any 24 h (of drives rated %s, shared by "
             "%d engine(s)); %s left today; written so far: %s",
-            format_bytes(int(config.target_dwpd * self._rated_bytes)),
-            format_bytes(int(config.hard_cap_dwpd * self._rated_bytes)),
-            format_bytes(int(self._rated_bytes * engines)),
-            engines,
+            format_bytes(int(sum(governor.budget_bytes_day for governor in self.governors))),
+            format_bytes(int(sum(governor.cap_bytes_day for governor in self.governors))),
+            format_bytes(int(rated)),
+            max(drive.engines for drive in self.drives),
             format_bytes(sum(governor.room(now) for governor in self.governors)),
             format_bytes(self.written_bytes),
         )
@@ -268,7 +345,7 @@ class Wear:
             "one write per day last %.1f years",
             format_bytes(day),
             format_bytes(self.written_bytes),
-            drive_life_years(rate, self._rated_bytes),
+            drive_life_years(rate, self._rated_bytes / max(drive.engines for drive in self.drives)),
         )
 
     def close(self, now: float) -> None:

@@ -17,7 +17,7 @@ from saria_connector import wear as wear_module
 from saria_connector.wear import REPORT_S, SAVE_S, SMART_S, Wear
 from saria_vllm.config import EnduranceConfig
 from saria_vllm.errors import StorageError
-from saria_vllm.policy.endurance import DAY_S, FRESH_DAYS, EnduranceState
+from saria_vllm.policy.endurance import DAY_S, FRESH_DAYS, EnduranceState, Governor
 from saria_vllm.policy.striping import PAUSE_S
 from saria_vllm.storage.smart import Smart
 from saria_vllm.storage.wear import device_bytes, read_state, write_state
@@ -257,13 +257,18 @@ def test_each_drive_has_the_budget_of_its_size(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(wear_module, "device_bytes", lambda paths: [10**9 * (1 + int(path[-1])) for path in paths])
     monkeypatch.setattr(wear_module, "on_one_device", lambda paths: [[path] for path in paths])
     paths = [f"{tmp_path}/{drive}" for drive in range(3)]
-    by_size = Wear(EnduranceConfig(), paths, 0, 0, 1, 5.0).governors
+
+    def governors(*args: Any) -> list[Governor]:
+        wear = Wear(*args, 5.0)
+        wear.close(5.0)
+        return wear.governors
+
+    by_size = governors(EnduranceConfig(), paths, 0, 0, 1)
     assert [governor.budget_bytes_day for governor in by_size] == pytest.approx([0.75e9, 1.5e9, 2.25e9])
     rated = EnduranceConfig(rated_capacity=12 * 10**9)
-    assert [governor.cap_bytes_day for governor in Wear(rated, paths, 0, 0, 2, 5.0).governors] == pytest.approx(
-        [1e9, 2e9, 3e9]
-    )
-    (alone,) = Wear(rated, paths[:1], 2, 0, 1, 5.0).governors
+    halves = governors(rated, paths, 0, 0, 2)
+    assert [governor.cap_bytes_day for governor in halves] == pytest.approx([1e9, 2e9, 3e9])
+    (alone,) = governors(rated, paths[:1], 2, 0, 1)
     assert alone.cap_bytes_day == pytest.approx(4e9), "what the missing drives are rated for is not written to it"
 
 

@@ -8,6 +8,7 @@ SSD state is not NONE. A row that holds neither and has no lease is a ghost.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -112,7 +113,8 @@ class Chunks:
             count(self.counts, "retired_chunks", len(rows))
 
     def reads_failed(self, rows: Rows, extents: Ints, reason: str, now: float) -> None:
-        """Records of these rows, of any drives, could not be read by a load."""
+        """Records of these rows, of any drives and also of other engines, could not be read by a load."""
+        assert self.extents is not None
         if reason != "deadline":  # They may be good: their drive is avoided for a while, and they are not lost.
             for row, extent in zip(rows.tolist(), extents, strict=True):
                 self.drop_bad_record(row, extent)
@@ -120,7 +122,10 @@ class Chunks:
         if reason == "vanished" and len(drives) > 1:
             reason = "read_failed"  # One of them is gone: writes will tell which.
         for drive in drives:
-            self.drive_failed(extents[extents[:, 0] == drive], reason, now, reading=True)
+            if drive < self.extents.drives:
+                self.drive_failed(extents[extents[:, 0] == drive], reason, now, reading=True)
+            elif reason == "deadline":
+                self.extents.pause_reads(drive, now)
 
     def drive_failed(self, extents: Ints, reason: str, now: float, reading: bool = False) -> None:
         """Records of one drive, rows of (drive, segment, record), could not be written or read. What is doubtful with
@@ -139,6 +144,17 @@ class Chunks:
         elif reason in ("read_failed", "write_failed"):
             self.lose_ssd(self.extents.failed(extents, reading, now))
 
+    def lose_others(self, gone: Sequence[tuple[int, int]]) -> None:
+        """These (drive, segment) of other engines are gone. Loads that read them may end well all the same."""
+        if not gone:
+            return
+        index = self.index
+        places = index.extent[:, 0].astype(np.int64) << 32 | index.extent[:, 1]
+        there = np.isin(places, [drive << 32 | segment for drive, segment in gone])
+        rows = there.nonzero()[0].astype(np.int32)
+        self.clear_ssd(rows)
+        self.settle(rows)
+
     def drop_bad_record(self, row: int, extent: Ints) -> None:
         """Never offer a bad record again; the row may have been given a better copy meanwhile."""
         index = self.index
@@ -149,16 +165,16 @@ class Chunks:
             self.extents.forget(bad)
             self.clear_ssd(np.array([row], np.int32))
 
-    def adopt(self, found: FoundChunks) -> int:
-        """Index chunks found on SSD; those that are there already or do not fit are passed over. Returns how many were
-        taken."""
+    def adopt(self, found: FoundChunks, others: bool = False) -> int:
+        """Index chunks found on SSD, in our segments or in others'; those that are there already or do not fit are
+        passed over. Returns how many were taken."""
         index, taken = self.index, 0
         assert self.extents is not None
         again = found.twins(-np.arange(len(found)))
         if again.size:
             first = np.ones(len(found), np.bool_)
             first[again] = False
-            return self.adopt(found.take(first)) + self.adopt(found.take(again))
+            return self.adopt(found.take(first), others) + self.adopt(found.take(again), others)
         for group in range(len(index.rows)):
             here = found.take(found.groups == group)
             keys = here.key_list()
@@ -168,7 +184,10 @@ class Chunks:
             added = index.add(group, new_keys, here.take(new).parent_list(new_keys))
             rows[new] = added
             wanted = (index.ssd[rows] == NONE).nonzero()[0]
-            fits = wanted[self.extents.adopt(here.extents[wanted], group, rows[wanted])]
+            if others:
+                fits = wanted[self.extents.of_others(here.extents[wanted])]
+            else:
+                fits = wanted[self.extents.adopt(here.extents[wanted], group, rows[wanted])]
             index.ssd[rows[fits]] = VALID
             index.extent[rows[fits]] = here.extents[fits]
             index.reuses_written[rows[fits]] = index.reuses[rows[fits]]

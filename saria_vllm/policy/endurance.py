@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -101,8 +101,20 @@ class EnduranceState(msgspec.Struct):
     surcharge: SurchargeState | None = None
 
 
+class DriveBudget(NamedTuple):
+    """A drive's budget, and who else uses it."""
+
+    budget_bytes_day: float
+    cap_bytes_day: float
+    engines: int = 1
+    """That are alive and write to it, the asking one included."""
+    others_today_bytes: int = 0
+    """What others have written to it in this day, and in the last 24 hours."""
+    others_last_day_bytes: int = 0
+
+
 class Governor:
-    """Budget of one drive. `now` is seconds of any one clock that never goes back.
+    """One engine's part of the budget of one drive. `now` is seconds of any one clock that never goes back.
 
     Args:
         budget_bytes_day: what may be written per day.
@@ -123,8 +135,9 @@ class Governor:
         self._joined = self._part()
         self._spent = self._level(self._due()) - FRESH_DAYS * budget_bytes_day
         self._bins: deque[tuple[float, int]] = deque()
-        self._last_day = 0
-        self._charged = 0
+        self._last_day = self._today = self._charged = 0
+        self._most_last_day, self._most_today = cap_bytes_day, math.inf
+        """Of this engine; see `share`."""
         self.surcharge = Surcharge(budget_bytes_day)
         self.written_bytes = 0
         self.strictest = 0.0
@@ -150,7 +163,7 @@ class Governor:
             self._asked = [0.0] * _PARTS
             self._expect()
         self._spent = self._joined = 0.0
-        self._charged = 0
+        self._today = self._charged = 0
 
     def _day(self) -> list[float]:
         """This day's demand by part. What came before it was counted is taken to be the usual; where nothing is usual
@@ -213,8 +226,28 @@ class Governor:
         self._advance(now)
         due = self._due()
         level, left = self._level(due), self._level(1.0)
-        capped = self.cap_bytes_day - self._last_day - self._charged
-        return max(0, int(min(left + self._tightness(due) * (level - left), capped)))
+        planned = left + self._tightness(due) * (level - left)
+        allowed = min(self._most_last_day - self._last_day, self._most_today - self._today) - self._charged
+        return max(0, int(min(planned, allowed)))
+
+    def share(self, drive: DriveBudget, now: float) -> None:
+        """Divide a drive's budget anew among the engines that write to it. What the plan allows now stays as it is,
+        what the rest of the day brings is divided evenly. So is, until the next call, what all engines together, those
+        of before too, leave of the day's budget and of the cap: neither is exceeded, whoever comes and goes."""
+        self._advance(now)
+        due = self._due()
+        level = self._level(due)
+        self.budget_bytes_day = drive.budget_bytes_day / drive.engines
+        self.cap_bytes_day = drive.cap_bytes_day / drive.engines
+        self._drawn = min(self._drawn, DRAWN_DAYS * self.budget_bytes_day)
+        self._spent += self._level(due) - level
+        left = drive.cap_bytes_day - drive.others_last_day_bytes - self._last_day
+        self._most_last_day = self._last_day + left / drive.engines
+        if drive.engines > 1 or drive.others_today_bytes:
+            left = drive.budget_bytes_day * (1 + DRAWN_DAYS) - drive.others_today_bytes - self._today
+            self._most_today = self._today + left / drive.engines
+        else:
+            self._most_today = math.inf
 
     def spend(self, nbytes: int, now: float) -> None:
         """Bytes are being written; `room` allowed them."""
@@ -222,6 +255,7 @@ class Governor:
         self._spent += nbytes
         self.written_bytes += nbytes
         self._last_day += nbytes
+        self._today += nbytes
         begin = self._now // _BIN_S * _BIN_S
         if self._bins and self._bins[-1][0] == begin:
             self._bins[-1] = begin, self._bins[-1][1] + nbytes
@@ -266,6 +300,7 @@ class Governor:
         self.written_bytes += state.written_bytes
         self._bins.extendleft((begin + shift, nbytes) for begin, nbytes in reversed(state.bins))
         self._last_day += sum(nbytes for _, nbytes in state.bins)
+        self._today += sum(nbytes for begin, nbytes in state.bins if begin >= state.day_began_s)
         self._charged = state.charged_bytes
         if state.surcharge is not None:
             self.surcharge.restore(state.surcharge, shift, now - DAY_S)

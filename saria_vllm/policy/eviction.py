@@ -72,7 +72,7 @@ class Evictor:
             return np.zeros(len(rows), np.bool_)
         places = index.extent[rows]
         chosen: Mask = (index.ssd[rows] == VALID) & (index.reuses[rows] != index.reuses_written[rows])
-        return chosen & (places[:, 1] < going[places[:, 0]])
+        return chosen & (places[:, 0] < len(going)) & (places[:, 1] < going[places[:, 0] % len(going)])
 
     def _again(self, group: int, rows: Rows) -> Mask:
         """Second chances that are within the share of writes that is for them."""

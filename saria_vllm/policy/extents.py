@@ -39,6 +39,9 @@ class Segment:
 class ExtentAllocator:
     """Hands out records under a hard cap of segments per drive.
 
+    Extents whose drive number is not below `drives` lie in segments of other engines (`storage/foreign.py`): they are
+    read like any other, but neither written nor kept from their owner, who may retire them at any time.
+
     Args:
         drives: number of drives.
         segments_max: cap of segments on each drive, over all groups.
@@ -46,7 +49,8 @@ class ExtentAllocator:
     """
 
     def __init__(self, drives: int, segments_max: int, records_per_segment: list[int], next_segment: int = 0) -> None:
-        self._segments_max = segments_max
+        self.segments_max = segments_max
+        """May be changed at any time, also by another thread; `shrink` makes it true."""
         self._records = records_per_segment
         self._by_drive: list[dict[int, Segment]] = [{} for _ in range(drives)]
         """Segments of each drive, oldest first."""
@@ -68,6 +72,22 @@ class ExtentAllocator:
     @property
     def drives(self) -> int:
         return len(self._by_drive)
+
+    def shrink(self) -> Rows:
+        """Retire the oldest segments beyond the cap that are not in use; the others stay until this is called again, or
+        room is asked for. Returns the rows that lost their SSD copy."""
+        lost = [NO_ROWS]
+        for segments in self._by_drive:
+            over = len(segments) - self.segments_max
+            if over > 0:
+                for segment in [segment for segment in segments.values() if not segment.busy][:over]:
+                    lost.append(segment.rows[segment.rows >= 0])
+                    self._retire(segment)
+        return np.concatenate(lost)
+
+    def most_segments(self) -> int:
+        """How many segments the fullest drive has, or may come to have."""
+        return max(self.segments_max, *map(len, self._by_drive))
 
     def take(self, group: int, count: int, room: Sequence[int], now: float) -> tuple[Ints, Rows]:
         """Records to write as rows of (drive, segment, record), and the rows that lost their SSD copy to make room.
@@ -101,9 +121,9 @@ class ExtentAllocator:
     def _cap(self, drive: int, now: float) -> int:
         """Segments that a drive may have now."""
         if drive not in self._full:
-            return self._segments_max
+            return self.segments_max
         segments, since = self._full[drive]
-        return min(self._segments_max, segments + int((now - since) / GROWTH_S))
+        return min(self.segments_max, segments + int((now - since) / GROWTH_S))
 
     def _take_from(self, drive: int, group: int, count: int, cap: int, lost: list[Rows]) -> Ints:
         runs = [np.empty((0, 3), np.int32)]
@@ -121,6 +141,8 @@ class ExtentAllocator:
 
     def _new_segment(self, drive: int, group: int, cap: int, lost: list[Rows]) -> Segment | None:
         segments = self._by_drive[drive]
+        if not cap:
+            return None
         while len(segments) >= cap:
             idle = [segment for segment in segments.values() if not segment.busy]
             if not idle:
@@ -139,7 +161,7 @@ class ExtentAllocator:
         drive that is not full."""
         oldest = np.full(self.drives, -1, np.int32)
         for drive, mine in enumerate(self._by_drive):
-            if len(mine) >= self._segments_max:
+            if len(mine) >= self.segments_max:
                 last = math.ceil(len(mine) * LAST_SHARE)
                 oldest[drive] = next(itertools.islice(mine, last, None), -1)
         return oldest
@@ -158,16 +180,17 @@ class ExtentAllocator:
 
     def forget(self, extent: Extent) -> None:
         """The record is never read again; its room comes back with its segment."""
-        self.segment(extent).rows[extent.record] = -1
+        if extent.drive < self.drives:
+            self.segment(extent).rows[extent.record] = -1
 
     def hold(self, extents: Ints) -> None:
         """Begin reading records, rows of (drive, segment, record): their segments stay."""
-        for drive, segment, count in _by_segment(extents):
+        for drive, segment, count in _by_segment(extents[extents[:, 0] < self.drives]):
             self._by_drive[drive][segment].busy += count
 
     def release(self, extents: Ints) -> None:
         """End reads, or a write, of records."""
-        for drive, number, count in _by_segment(extents):
+        for drive, number, count in _by_segment(extents[extents[:, 0] < self.drives]):
             segment = self._by_drive[drive][number]
             assert segment.busy >= count
             segment.busy -= count
@@ -230,7 +253,7 @@ class ExtentAllocator:
 
     def pause_reads(self, drive: int, now: float) -> None:
         """Offer nothing from a drive that held up a load for a while."""
-        self.striping.late(drive, now)
+        self.striping.late(drive % self.drives, now)
 
     def unreadable(self, now: float) -> Mask | None:
         """By drive: whether its reads are paused. None when no drive's are."""
@@ -265,6 +288,11 @@ class ExtentAllocator:
             found.rows[record[here[first]]] = rows[here[first]]
         return fits
 
+    def of_others(self, extents: Ints) -> Mask:
+        """Which of the records lie in other engines' segments, on drives that are used."""
+        drive = extents[:, 0]
+        return (drive >= self.drives) & ~np.isin(drive % self.drives, list(self.striping.left_out))
+
     def end_adoption(self, next_segment: int, seen: Iterable[tuple[int, int]]) -> None:
         """After `adopt`: oldest first again, no id is given out twice, `seen` segments without a use are retired."""
         unused = (place for place in set(seen) if place[1] not in self._by_drive[place[0]])
@@ -274,7 +302,7 @@ class ExtentAllocator:
 
     def drop_all(self, still_busy: Iterable[Extent]) -> ExtentAllocator:
         """A new allocator after a cache reset: every segment retired, now or when its last job ends."""
-        fresh = ExtentAllocator(len(self._by_drive), self._segments_max, self._records, self._next_segment)
+        fresh = ExtentAllocator(len(self._by_drive), self.segments_max, self._records, self._next_segment)
         fresh.striping, fresh._full = self.striping, self._full
         busy = {(extent.drive, extent.segment) for extent in still_busy}
         for segments in self._by_drive:

@@ -25,6 +25,7 @@ from saria_vllm.policy.promotion import Promotion, chunks_to_promote
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.types import (
     NULL_BLOCK,
+    FoundChunk,
     FoundChunks,
     GroupShape,
     Ints,
@@ -95,7 +96,7 @@ class Tiers:
                 picked = pick(rows)
                 on_ssd = index.ssd[picked] == VALID
                 if paused is not None:
-                    on_ssd &= ~paused[index.extent[picked, 0]]
+                    on_ssd &= ~paused[index.extent[picked, 0] % len(paused)]
                 missing = ((rows < 0) | ((index.dram[picked] != VALID) & ~on_ssd)).nonzero()[0]
                 if missing.size:
                     end = stop = min(stop, first + int(missing[0]))
@@ -177,6 +178,8 @@ class Tiers:
         ssd = int(job.tokens[from_ssd].sum())
         count(counts, "hit_tokens", int(job.tokens.sum()) - ssd, "dram")
         count(counts, "hit_tokens", ssd, "ssd")
+        if chunks.extents is not None:
+            count(counts, "shared_hits", int((job.extents[:, 0] >= chunks.extents.drives).sum()))
 
     # Stores.
 
@@ -198,7 +201,7 @@ class Tiers:
                 rows, None if extents is None else extents.going()
             )
             if paused is not None:
-                lost |= paused[index.extent[rows, 0]]
+                lost |= paused[index.extent[rows, 0] % len(paused)]
             absent.append((rows < 0) | ((index.dram[rows] == NONE) & lost))
         return self._plan_copies("store", prefix, first, absent, blocks, now)
 
@@ -345,6 +348,17 @@ class Tiers:
         self.chunks.extents = extents
         count(self.chunks.counts, "recovered_chunks", self.chunks.adopt(found))
         extents.end_adoption(next_segment, seen)
+
+    def shrink_ssd(self) -> None:
+        """Give up segments beyond a cap that became lower."""
+        if self.chunks.extents is not None:
+            self.chunks.lose_ssd(self.chunks.extents.shrink())
+
+    def adopt_others(self, found: Iterable[FoundChunk], gone: Sequence[tuple[int, int]]) -> None:
+        """Other engines sealed what is `found`, and retired the (drive, segment) that are `gone`."""
+        if self.chunks.extents is not None:
+            self.chunks.lose_others(gone)
+            count(self.chunks.counts, "shared_chunks", self.chunks.adopt(FoundChunks.of(list(found)), others=True))
 
     def reset(self) -> None:
         """Forget everything. Jobs in flight end as stale: their slots and segments are freed then, once."""

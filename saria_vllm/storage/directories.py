@@ -7,19 +7,24 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from saria_vllm.errors import StorageError
 
 TOP_NAME = "saria"
 LEASE_NAME = "lease"
+SHARING_NAME = "sharing"
 GENERATION_NAME = "generation"
 PARTS_NAME = "namespace.json"
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 ENGINE_NAME = re.compile(r"e(?:0|[1-9][0-9]{0,5})")
 RANK_NAME = re.compile(r"r(?:0|[1-9][0-9]{0,5})")
 SMALL_FILE_BYTES_MAX = 65536
+
+_RETRY_S = 0.005
+_LOCK_WAIT_S = 2.0
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -106,8 +111,9 @@ def names_in(directory_fd: int, pattern: re.Pattern[str]) -> list[str]:
     return sorted(name for name in os.listdir(directory_fd) if pattern.fullmatch(name))
 
 
-def try_lease(engine_fd: int) -> int | None:
-    """Descriptor that holds the lease of an engine directory, None while another holds it or removes it.
+def try_lease(directory_fd: int, name: str = LEASE_NAME) -> int | None:
+    """Descriptor that holds a lease, of an engine directory or of what `name` says, None while another holds it or
+    removes it.
 
     The lease ends when the descriptor, and every copy that a fork made of it, is closed.
 
@@ -115,12 +121,12 @@ def try_lease(engine_fd: int) -> int | None:
         OSError: as from `open_regular` or flock(2).
     """
     try:
-        fd = open_regular(LEASE_NAME, os.O_RDWR | os.O_CREAT, engine_fd)
+        fd = open_regular(name, os.O_RDWR | os.O_CREAT, directory_fd)
     except FileNotFoundError:
         return None  # the directory itself went
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        current = os.stat(LEASE_NAME, dir_fd=engine_fd, follow_symlinks=False)
+        current = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
         if os.path.samestat(current, os.fstat(fd)):
             os.utime(fd)
             return fd
@@ -131,6 +137,50 @@ def try_lease(engine_fd: int) -> int | None:
         raise
     os.close(fd)
     return None
+
+
+def is_leased(directory_fd: int, name: str = LEASE_NAME) -> bool:
+    """Whether somebody living holds the lease. Takes nothing, but for an instant in which nobody else can.
+
+    Raises:
+        OSError: as from `open_regular` or flock(2).
+    """
+    try:
+        fd = open_regular(name, os.O_RDONLY, directory_fd)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def sharing_lock(paths: Iterable[str]) -> Iterator[None]:
+    """Keeps all others out who divide what they share under any of these existing paths.
+
+    Raises:
+        StorageError: somebody else has it, and does not give it back.
+        OSError: as from `open_path` and `open_regular`.
+    """
+    with ExitStack() as stack:
+        for path in sorted(paths):  # One order for all.
+            with open_path(path, (TOP_NAME,), create=True) as top_fd:
+                fd = open_regular(SHARING_NAME, os.O_RDWR | os.O_CREAT, top_fd)
+            stack.callback(os.close, fd)
+            give_up = time.monotonic() + _LOCK_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > give_up:
+                        raise StorageError(f"{path}/{TOP_NAME}/{SHARING_NAME}: another process holds it") from None
+                    time.sleep(_RETRY_S)
+        yield
 
 
 def write_durably(directory_fd: int, name: str, text: str) -> None:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from saria_vllm.errors import NO_ROOM, DriveError, StorageError, is_drive_fault
 from saria_vllm.storage.directories import (
+    ENGINE_NAME,
     GENERATION_NAME,
+    LEASE_NAME,
     NAMESPACE_NAME,
     PARTS_NAME,
     RANK_NAME,
@@ -51,6 +53,32 @@ def store_id(namespace: str, engine_index: int, rank: int) -> bytes:
 
 RESETS_MAX = 1 << 32
 """Generations that one process can begin."""
+
+
+def last_claimed(ssd_paths: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
+    """Name and parts of the namespace of which an engine directory was claimed last; None when none can be read."""
+    claims: dict[str, float] = {}
+    for path in ssd_paths:
+        try:
+            with open_path(path, (TOP_NAME,)) as fd:
+                names = names_in(fd, NAMESPACE_NAME)
+            for name in names:
+                with open_path(path, (TOP_NAME, name)) as fd:
+                    leases = [f"{engine}/{LEASE_NAME}" for engine in names_in(fd, ENGINE_NAME)]
+                    claimed = [os.stat(lease, dir_fd=fd, follow_symlinks=False).st_mtime for lease in leases]
+                    claims[name] = max(claims.get(name, 0.0), *claimed, 0.0)
+        except (OSError, StorageError):
+            continue
+    for name in sorted(claims, key=lambda name: claims[name], reverse=True):
+        for path in ssd_paths:
+            try:
+                with open_path(path, (TOP_NAME, name)) as fd:
+                    parts = json.loads(read_small(fd, PARTS_NAME) or b"")
+            except (OSError, StorageError, ValueError, RecursionError):
+                continue
+            if isinstance(parts, dict):
+                return name, parts
+    return None
 
 
 class Generation(NamedTuple):
@@ -93,6 +121,7 @@ class EngineDirectory:
         self._paths = paths
         self._leases = leases
         self._generation = 0
+        self._granted = -1
         self.namespace = namespace
         self.index = index
         """k: which of the namespace's engine directories this is."""
@@ -157,6 +186,18 @@ class EngineDirectory:
             raise StorageError("generation not durable: " + "; ".join(failures))
         return self._generation
 
+    def grant(self, nbytes: int) -> None:
+        """Say to the other engines, on each path, how much this one may come to occupy, all paths together. For the
+        holder of `sharing_lock`.
+
+        Raises:
+            OSError: not said; what was said before stands.
+        """
+        assert self._leases
+        for fd in self._leases if nbytes != self._granted else ():
+            os.pwrite(fd, b"%020d" % -(-nbytes // len(self._leases)), 0)
+        self._granted = nbytes
+
     def release(self) -> None:
         """Give the directory back. Idempotent."""
         leases, self._leases = self._leases, ()
@@ -210,6 +251,11 @@ def _naming(path: str, *names: str) -> Iterator[None]:
         if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
             problem = f"{where}: not a regular file"
         raise StorageError(f"ssd_paths: {path!r}: {problem}; accepted: {_ACCEPTED}") from error
+
+
+def granted(lease: bytes) -> int:
+    """What a lease file says that its holder may come to occupy on its path, in bytes; 0 when it says nothing."""
+    return int(lease) if lease.isdigit() and len(lease) == 20 else 0
 
 
 def _make_namespace(path: str, namespace: str, parts: Mapping[str, Any]) -> None:

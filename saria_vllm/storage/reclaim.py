@@ -1,4 +1,4 @@
-"""Making room: what other namespaces and unleased engines left under our paths, removed when over the capacity."""
+"""Who may occupy how much: one capacity for all engines on our paths, and what nobody leases removed when over it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from saria_vllm.storage.directories import (
     PARTS_NAME,
     RANK_NAME,
     TOP_NAME,
+    is_leased,
     names_in,
     open_directory,
     open_path,
     read_small,
+    sharing_lock,
     try_lease,
 )
 from saria_vllm.storage.drives import PROBE_NAME
-from saria_vllm.storage.namespace import EngineDirectory, parse_generation
+from saria_vllm.storage.namespace import EngineDirectory, granted, parse_generation
 from saria_vllm.storage.recovery import segment_of_name
 
 _BLOCK_BYTES = 512
@@ -107,29 +109,59 @@ def _process_only(other: _Other) -> bool:
     return generation is not None and generation.process_only
 
 
-def reclaim_others(ssd_paths: Sequence[str], keep: EngineDirectory, capacity_bytes: int) -> tuple[int, list[str]]:
-    """Remove engine directories that nobody leases, least recently modified first, while they hold more than half of
-    `capacity_bytes` (the other half is for `keep`, whose configuration may be new), or while all that lies under the
-    paths' `saria` directories exceeds it. Never touches `keep`, names that are not ours, or symlinks.
+def share_capacity(
+    ssd_paths: Sequence[str], keep: EngineDirectory, capacity_bytes: int, held_bytes: int = 0, engines: int = 1
+) -> tuple[int, list[str]]:
+    """Settle how much of `capacity_bytes`, all of the existing paths together, `keep` may occupy: what nobody leases
+    stays within half of it, and living engines, `engines` of them or more, have even shares of the rest.
 
-    Returns the bytes that are left for `keep` (its own included, at least 0), and the directories removed. A path
-    that cannot be read counts as empty, and a directory that cannot be removed stays.
+    What each engine may occupy stands in its leases, and is changed by who holds the lock only: the sum of these and of
+    what is not leased never exceeds the capacity, whoever comes and goes. An engine that may have less than it has,
+    `held_bytes` or what lies in its directory, keeps that until it is gone: it calls this again then.
+
+    Removes engine directories that nobody leases, the least recently modified first, while they hold more than half or
+    while all that lies under the paths' `saria` directories exceeds the capacity. Never touches `keep`, names that are
+    not ours, or symlinks.
+
+    Returns the bytes for `keep` (its own included, at least 0), and the directories removed. A path that cannot be read
+    counts as empty, and a directory that cannot be removed stays.
+
+    Raises:
+        StorageError, OSError: nothing was settled; what was stands.
     """
-    own = set(keep.directories)
-    others, total = [], 0
-    for path in ssd_paths:
-        nbytes, found = _survey(path)
-        total += nbytes
-        others += [other for other in found if os.path.join(path, *other.names) not in own]
-    own_bytes = sum(_survey_one(path, keep.names)[1] for path in ssd_paths)
-    removed = []
-    for other in sorted(others):
-        if total <= capacity_bytes and total - own_bytes <= capacity_bytes // 2:
-            break
-        if _remove(other):
-            removed.append(os.path.join(other.path, *other.names))
-            total -= other.nbytes
-    return max(0, capacity_bytes - (total - own_bytes)), removed
+    with sharing_lock(path for path in ssd_paths if os.path.isdir(path)):
+        own = set(keep.directories)
+        total, others = 0, []
+        for path in ssd_paths:
+            nbytes, found = _survey(path)
+            total += nbytes
+            others += [other for other in found if os.path.join(path, *other.names) not in own]
+        own_bytes = sum(_survey_one(path, keep.names)[1] for path in ssd_paths)
+        grants = [(other, _granted(other)) for other in sorted(others)]
+        living = {other.names for other, grant in grants if grant is not None}
+        promised = sum(max(0, grant - other.nbytes) for other, grant in grants if grant is not None)
+        left_behind = sum(other.nbytes for other, grant in grants if grant is None)
+        removed = []
+        for other, grant in grants:
+            if total <= capacity_bytes and left_behind <= capacity_bytes // 2:
+                break
+            if grant is None and _remove(other):
+                removed.append(os.path.join(other.path, *other.names))
+                total -= other.nbytes
+                left_behind -= other.nbytes
+        share = (capacity_bytes - left_behind) // max(engines, 1 + len(living))
+        ours = max(0, min(share, capacity_bytes - (total - own_bytes) - promised))
+        keep.grant(max(ours, own_bytes, held_bytes))
+        return ours, removed
+
+
+def _granted(other: _Other) -> int | None:
+    """How much the living owner of an engine directory may come to occupy on its path; None when nobody leases it."""
+    try:
+        with open_path(other.path, other.names) as fd:
+            return granted(read_small(fd, LEASE_NAME) or b"") if is_leased(fd) else None
+    except (OSError, StorageError):
+        return None
 
 
 def usage(path: str, names: tuple[str, ...]) -> tuple[float, int]:

@@ -29,6 +29,7 @@ import numpy as np
 from saria_vllm.errors import StorageError
 from saria_vllm.storage import format as fmt
 from saria_vllm.storage.drives import Descriptors, Drive
+from saria_vllm.storage.foreign import OthersRecords
 from saria_vllm.storage.recovery import (
     SEGMENT_ID_END,
     Expected,
@@ -76,6 +77,7 @@ class SegmentStore:
         if not any(self.drives):
             raise StorageError("; ".join(self.notes) or "no SSD directories")
         self._descriptors = Descriptors()
+        self._others = OthersRecords(open.directories, rank, self._shapes)
 
     @property
     def reading(self) -> bool:
@@ -173,6 +175,8 @@ class SegmentStore:
             StorageError: no such record, or one of another generation.
             OSError: the file cannot be opened.
         """
+        if extent.drive >= len(self.drives):
+            return self._others_target(group, extent)
         segment = self._find(group, extent)
         offset = fmt.record_offset(segment.header.record_bytes, extent.record)
         fd = self._fd_to_read(segment, extent)
@@ -187,6 +191,8 @@ class SegmentStore:
 
     def seed(self, extent: Extent, key: bytes) -> int:
         """Checksum seed of a record: of the generation in which it was or is being written, else the current one."""
+        if extent.drive >= len(self.drives):
+            return self._others.seed(extent, key)
         with self._lock:
             generation = self._generation
             segment = self._segments.get(extent[:2])
@@ -254,7 +260,7 @@ class SegmentStore:
 
     def is_there(self, drive: int) -> bool:
         """Whether our directory on a drive is still where it was: somebody may have removed, moved or replaced it."""
-        path = self._directory(drive)
+        path = self._directory(drive % len(self.drives))
         return os.path.isdir(path) and not os.path.islink(path)
 
     def bytes_on_disk(self) -> int:
@@ -448,6 +454,15 @@ class SegmentStore:
         finally:
             self._descriptors.close(spare)
             self._descriptors.close(evicted)
+
+    def _others_target(self, group: int, extent: Extent) -> tuple[int, int, int]:
+        """As `read_target`, of another engine's record. The file is closed with its release: an unlinked one that is
+        kept open takes room that nobody sees."""
+        direct = self._drive(extent.drive % len(self.drives)).direct
+        fd, offset, checksum = self._others.open_record(group, extent, direct)
+        self._descriptors.use(fd)
+        self._descriptors.close(fd)
+        return fd, offset, checksum
 
     def _check_live(self, segment: Segment, extent: Extent) -> None:
         if segment.states[extent.record] != LIVE or segment.generations[extent.record] != self._generation:

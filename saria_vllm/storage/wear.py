@@ -5,7 +5,8 @@ goes where its drive goes.
 
   {"endurance": 1, "crc": CRC-32 of the state's bytes, "state": {...}}
 
-What the state says is the policy's.
+What the state says is the policy's. Each engine has a file of its own, whatever its namespace: the first whose lease,
+`endurance-e<k>.lease`, it gets. What others wrote to the drive is in theirs.
 """
 
 from __future__ import annotations
@@ -18,11 +19,22 @@ from collections.abc import Sequence
 import msgspec
 
 from saria_vllm.errors import StorageError
-from saria_vllm.storage.directories import TOP_NAME, open_path, read_small, write_durably
+from saria_vllm.storage.directories import (
+    TOP_NAME,
+    is_leased,
+    names_in,
+    open_path,
+    read_small,
+    try_lease,
+    write_durably,
+)
 
 VERSION = 1
 _SECTOR_BYTES = 512
-_NAME = re.compile(r"endurance-e(\d{1,9})\.json")
+_NAME = re.compile(r"endurance-e(0|[1-9][0-9]{0,5})\.(json|lease)")
+
+ENGINES_MAX = 1024
+"""Engines that may write under one path."""
 
 
 class _File(msgspec.Struct):
@@ -88,6 +100,46 @@ def _name(engine_index: int) -> str:
     return f"endurance-e{engine_index}.json"
 
 
+def lease_state(path: str, preferred: int) -> tuple[int, int]:
+    """Number of the first state from `preferred` on that no living engine has, and the descriptor that keeps it ours.
+
+    Raises:
+        StorageError: there is none, or the path cannot be used.
+    """
+    try:
+        with open_path(path, (TOP_NAME,), create=True) as fd:
+            for index in range(preferred, preferred + ENGINES_MAX):
+                lease = try_lease(fd, f"endurance-e{index}.lease")
+                if lease is not None:
+                    return index, lease
+    except OSError as error:
+        raise StorageError(f"{path}/{TOP_NAME}: {error.strerror or error}") from error
+    raise StorageError(f"{path}/{TOP_NAME}: {ENGINES_MAX} engines write here")
+
+
+def other_states(path: str, own: int) -> tuple[int, list[bytes]]:
+    """How many other living engines write under an SSD path, and what those and earlier ones kept last. What cannot be
+    read is left out.
+
+    Raises:
+        StorageError: the path cannot be used.
+    """
+    living, states = 0, []
+    try:
+        with open_path(path, (TOP_NAME,)) as fd:
+            found = [match for name in names_in(fd, _NAME) if (match := _NAME.fullmatch(name)) and int(match[1]) != own]
+            living = sum(match[2] == "lease" and is_leased(fd, match[0]) for match in found)
+    except OSError as error:
+        raise StorageError(f"{path}/{TOP_NAME}: {error.strerror or error}") from error
+    for match in found:
+        if match[2] == "json":
+            try:
+                states.append(read_state(path, int(match[1])) or b"")
+            except StorageError:
+                continue
+    return living, states
+
+
 def read_state(path: str, engine_index: int) -> bytes | None:
     """The state that `write_state` kept last under an SSD path, as JSON; None when there is none.
 
@@ -120,7 +172,7 @@ def engines_with_state(path: str) -> list[int]:
             found = [_NAME.fullmatch(name) for name in os.listdir(fd)]
     except OSError:
         return []
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(int(match[1]) for match in found if match and match[2] == "json")
 
 
 def write_state(path: str, engine_index: int, state: bytes) -> None:

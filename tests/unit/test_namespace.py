@@ -25,7 +25,7 @@ from saria_vllm.storage.namespace import (
     parse_generation,
     store_id,
 )
-from saria_vllm.storage.reclaim import reclaim_others
+from saria_vllm.storage.reclaim import share_capacity
 
 PARTS = {"model": "tiny", "ranks": 2, "layers": ["a", "b"]}
 NAME = namespace_name(PARTS)
@@ -136,7 +136,7 @@ def test_claims_leave_no_descriptors(paths: tuple[str, ...], tmp_path: Path) -> 
     first = claim(paths)
     claim(paths).release()
     first.bump_generation()
-    reclaim_others(paths, first, 0)
+    share_capacity(paths, first, 0)
     first.release()
     (tmp_path / "x" / "saria" / OTHER).symlink_to("/tmp")
     with pytest.raises(StorageError):
@@ -336,7 +336,7 @@ def fill(path: str, namespace: str, engine: str, nbytes: int, modified: float) -
 
 def test_nothing_goes_while_there_is_room(paths: tuple[str, ...], ours: EngineDirectory) -> None:
     other = fill(paths[0], OTHER, "e0", 1 << 20, 1000.0)
-    left, removed = reclaim_others(paths, ours, 8 << 20)
+    left, removed = share_capacity(paths, ours, 8 << 20)
     assert (removed, other.exists()) == ([], True)
     assert 6.5 * 2**20 < left <= 7 * 2**20
 
@@ -345,7 +345,7 @@ def test_the_oldest_goes_first_until_it_fits(paths: tuple[str, ...], ours: Engin
     old = fill(paths[1], OTHER, "e3", 1 << 20, 1000.0)
     new = fill(paths[0], OTHER, "e0", 1 << 20, 3000.0)
     sibling = fill(paths[0], NAME, "e7", 1 << 20, 2000.0)
-    left, removed = reclaim_others(paths, ours, int(2.2 * 2**20))
+    left, removed = share_capacity(paths, ours, int(2.2 * 2**20))
     assert removed == [str(old), str(sibling)]
     assert (old.exists(), old.parent.exists(), sibling.exists(), new.exists()) == (False, False, False, True)
     assert left < 1.5 * 2**20
@@ -356,12 +356,12 @@ def test_leased_and_own_directories_stay(paths: tuple[str, ...], ours: EngineDir
     with_lease = claim(paths, OTHER)
     fill(paths[0], OTHER, "e0", 1 << 20, 1000.0)
     fill(paths[0], NAME, "e0", 1 << 20, 1000.0)
-    left, removed = reclaim_others(paths, ours, 2**20)
+    left, removed = share_capacity(paths, ours, 2**20)
     assert left == 0
     assert removed == []
     assert Path(with_lease.directories[0], "r0", "seg-0000000000000000.data").exists()
     with_lease.release()
-    left, removed = reclaim_others(paths, ours, 2**20)
+    left, removed = share_capacity(paths, ours, 2**20)
     assert set(removed) == set(with_lease.directories)
 
 
@@ -375,7 +375,7 @@ def test_foreign_names_and_symlinks_survive(paths: tuple[str, ...], ours: Engine
     fill(paths[0], OTHER, "backup", 1 << 20, 1000.0)
     fill(paths[0], "not-ours", "e0", 1 << 20, 1000.0)
     (Path(paths[0]) / "saria" / ("0" * 32)).symlink_to(outside)
-    reclaim_others(paths, ours, 0)
+    share_capacity(paths, ours, 0)
     assert (outside / "seg-0000000000000000.data").read_bytes() == b"precious"
     assert (directory / "r0" / "notes").exists()
     assert Path(paths[0], "saria", OTHER, "backup", "r0", "seg-0000000000000000.data").exists()
@@ -388,7 +388,7 @@ def test_a_tree_without_a_bottom_does_not_stop_reclaiming(paths: tuple[str, ...]
     for path in deep:
         os.mkdir(path)
     try:
-        left, removed = reclaim_others(paths, ours, 2**20)
+        left, removed = share_capacity(paths, ours, 2**20)
     finally:  # or what clears up after the tests fails as well
         for path in reversed(deep):
             os.rmdir(path)
@@ -399,15 +399,15 @@ def test_a_tree_without_a_bottom_does_not_stop_reclaiming(paths: tuple[str, ...]
 def test_claims_while_others_reclaim(paths: tuple[str, ...], ours: EngineDirectory) -> None:
     for _ in range(20):
         engine = claim(paths, OTHER)
-        reclaim_others(paths, ours, 0)
+        share_capacity(paths, ours, 0)
         assert all(Path(directory, "lease").exists() for directory in engine.directories)
         engine.release()
-        reclaim_others(paths, ours, 0)
+        share_capacity(paths, ours, 0)
         assert not Path(paths[0], "saria", OTHER).exists()
 
 
 def test_a_missing_path_counts_as_empty(paths: tuple[str, ...], ours: EngineDirectory) -> None:
-    assert reclaim_others((*paths, "/nonexistent/path"), ours, 2**20)[1] == []
+    assert share_capacity((*paths, "/nonexistent/path"), ours, 2**20)[1] == []
 
 
 def test_a_full_cache_of_an_old_configuration_leaves_half_of_the_capacity(
@@ -415,6 +415,6 @@ def test_a_full_cache_of_an_old_configuration_leaves_half_of_the_capacity(
 ) -> None:
     """Just under the cap nothing is over it, but a new configuration could not write a byte."""
     old = fill(paths[0], OTHER, "e0", 1 << 20, 1000.0)
-    left, removed = reclaim_others(paths, ours, int(1.1 * 2**20))
+    left, removed = share_capacity(paths, ours, int(1.1 * 2**20))
     assert removed == [str(old)]
     assert left > 2**20

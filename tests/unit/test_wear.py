@@ -12,7 +12,7 @@ import pytest
 
 from saria_vllm.errors import StorageError
 from saria_vllm.storage.namespace import EngineDirectory, namespace_name
-from saria_vllm.storage.reclaim import reclaim_others
+from saria_vllm.storage.reclaim import share_capacity
 from saria_vllm.storage.wear import device_bytes, engines_with_state, on_one_device, read_state, write_state
 
 STATE = b'{"saved_s":5.0,"spent_bytes":1.5}'
@@ -184,7 +184,7 @@ def test_claims_and_reclaiming_leave_it_alone(tmp_path: Path) -> None:
     write_state(str(tmp_path), 0, STATE)
     for parts in ({"model": "old"}, {"model": "new"}):
         ours = EngineDirectory.claim([str(tmp_path)], namespace_name(parts), parts, 0)
-        _, removed = reclaim_others([str(tmp_path)], ours, 0)
+        _, removed = share_capacity([str(tmp_path)], ours, 0)
         assert len(removed) == (parts["model"] == "new")
         ours.release()
     assert read_state(str(tmp_path), 0) == STATE
