@@ -35,7 +35,7 @@ class Engine:
     def __init__(self, path: Path) -> None:
         self.directory = EngineDirectory.claim((str(path),), NAME, PARTS, 0)
         self.store = open_store(self.directory)
-        self.recovered = {chunk.key: chunk.extent for chunk in self.store.recover()}
+        self.recovered = {chunk.key: chunk.extent for chunk in self.store.recover().items}
         self.files = OthersFiles((str(path),), NAME, self.directory.index, 1, SHAPES)
 
     def look(self) -> dict[bytes, Extent]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from saria_vllm.policy.extents import READS_PAUSE_S
+from saria_vllm.policy.striping import READS_PAUSE_S
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.types import Extent, FoundChunk
 from tier_steps import KEYS, end, evict_all, make_tiers, match, on_ssd, plan_load, plan_store, store, tier_tokens
