@@ -298,7 +298,7 @@ def test_two_ranks_open_and_share_what_both_found(make: Make, tmp_path: Path, la
 # Faults of ours.
 
 
-@pytest.mark.parametrize("where", ["match", "plan_load", "plan_store", "make_room", "finished", "touch", "is_loading"])
+@pytest.mark.parametrize("where", ["match", "plan_load", "plan_store", "make_room", "finished", "arrived", "is_loading"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_fault_of_ours_turns_the_tier_off_and_nothing_else(
     make: Make, monkeypatch: pytest.MonkeyPatch, where: str, policy: str
@@ -314,7 +314,7 @@ def test_a_fault_of_ours_turns_the_tier_off_and_nothing_else(
     engine.add("again", prompt(100) + first[:10], 20)
     engine.add("other", prompt(70, seed=1), 20)
     engine.run(100)
-    refused = where in ("plan_load", "touch")  # Planning a load touches its prefix.
+    refused = where in ("plan_load", "arrived")  # Planning a load touches its prefix.
     if refused and policy == "fail":
         assert engine.finished["again"] == "error"
     else:

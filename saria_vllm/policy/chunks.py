@@ -114,7 +114,8 @@ class Chunks:
 
     def reads_failed(self, rows: Rows, extents: Ints, reason: str, now: float) -> None:
         """Records of these rows, of any drives and also of other engines, could not be read by a load."""
-        assert self.extents is not None
+        if self.extents is None or not rows.size:
+            return
         if reason != "deadline":  # They may be good: their drive is avoided for a while, and they are not lost.
             for row, extent in zip(rows.tolist(), extents, strict=True):
                 self.drop_bad_record(row, extent)
