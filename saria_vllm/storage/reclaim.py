@@ -170,7 +170,7 @@ def usage(path: str, names: tuple[str, ...]) -> tuple[float, int]:
 
 
 def remove_namespace(path: str, namespace: str) -> bool:
-    """Remove what nobody leases of a namespace under an SSD path, as `reclaim_others` would. False when something of
+    """Remove what nobody leases of a namespace under an SSD path, as `share_capacity` would. False when something of
     it stays."""
     try:
         with open_path(path, (TOP_NAME, namespace)) as fd:

@@ -17,7 +17,7 @@ from saria_vllm.storage import directories, namespace, reclaim, segments, wear
 from saria_vllm.storage import format as fmt
 from saria_vllm.storage.directories import open_directory, read_small, try_lease
 from saria_vllm.storage.namespace import EngineDirectory, namespace_name
-from saria_vllm.storage.reclaim import reclaim_others
+from saria_vllm.storage.reclaim import share_capacity
 from saria_vllm.storage.recovery import data_name, journal_name
 from saria_vllm.types import Extent
 from store_bench import Bench, fill, is_right, write
@@ -122,7 +122,7 @@ def test_directories_that_cannot_be_looked_at_count_as_nothing(tmp_path: Path, m
     monkeypatch.setattr(reclaim, "read_small", failing(errno.EIO, None))
     assert not any(map(reclaim._process_only, found))
     monkeypatch.setattr(os, "stat", failing(errno.EIO, os.stat, lambda name, *_: name == directories.LEASE_NAME))
-    assert reclaim_others([str(tmp_path)], ours, 1 << 30)[1] == []
+    assert share_capacity([str(tmp_path)], ours, 1 << 30)[1] == []
     ours.release()
 
 
