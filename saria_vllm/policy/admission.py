@@ -61,7 +61,8 @@ class Admission(Protocol):
         """The chunks entered DRAM or were reused there; `reuses` counts this one. None: nothing to write yet."""
 
     def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
-        """The chunks are leaving DRAM and are not on SSD; `evictions` does not count this one yet."""
+        """The chunks are leaving DRAM and are not on SSD, or have a second chance there; `evictions` does not count
+        this one yet. One that stays after all is asked about again."""
 
 
 class Unlearned:
@@ -168,6 +169,8 @@ class Return(Unlearned):
         return self.returns.visit(len(rows), known, last, returned, now, hints, kept, on_ssd)
 
     def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
+        self.returns.stayed(index.burst[rows])  # Those asked about before.
+        index.burst[rows] = 0
         reasons = np.full(len(rows), RETURN_UNLIKELY, np.uint8)
         again = index.evictions[rows] > 0
         visits = index.visit[rows]

@@ -31,6 +31,8 @@ class Chunks:
         self.recency = [Recency(self.index) for _ in range(groups)]
         self.ghosts = Ghosts(self.index, ghosts_max)
         self.counts: Counts = {}
+        self.granted = [0] * groups
+        """Chunks with a second chance, by group."""
         self._epoch = 0
 
     def touch(self, group: int, rows: Rows, depths: Column, now: float) -> None:
@@ -102,8 +104,22 @@ class Chunks:
     def clear_ssd(self, rows: Rows) -> None:
         """Their records are gone or were never written."""
         index = self.index
+        self.revoke(rows)
         index.ssd[rows] = NONE
         index.extent[rows] = -1
+
+    def grant(self, group: int, rows: Rows) -> None:
+        """Chunks of a group that are on SSD, and have no second chance, get one."""
+        self.index.again[rows] = 1
+        self.granted[group] += len(rows)
+
+    def revoke(self, rows: Rows) -> None:
+        """Second chances of these chunks, where they have one, are over: used, or given back."""
+        index = self.index
+        rows = rows[index.again[rows] == 1]
+        index.again[rows] = 0
+        for group, chunks in enumerate(np.bincount(index.group[rows]).tolist()):
+            self.granted[group] -= chunks
 
     def lose_ssd(self, rows: Rows) -> None:
         """Their records went with their segments."""
@@ -191,7 +207,6 @@ class Chunks:
                 fits = wanted[self.extents.adopt(here.extents[wanted], group, rows[wanted])]
             index.ssd[rows[fits]] = VALID
             index.extent[rows[fits]] = here.extents[fits]
-            index.reuses_written[rows[fits]] = index.reuses[rows[fits]]
             self.ghosts.back(rows[fits])
             index.remove(added[index.ssd[added] == NONE])
             taken += len(fits)
@@ -207,6 +222,7 @@ class Chunks:
             free = [(group, slab, cell) not in jobs.orphans for slab, cell in slots.tolist()]
             self.slots.give_back(group, slots[np.array(free, np.bool_)])
         index.clear()
+        self.granted = [0] * len(self.granted)
         self.ghosts.clear()
         for recency in self.recency:
             recency.clear()
@@ -226,3 +242,4 @@ class Chunks:
             assert self.slots.used[group] == held + sum(place[0] == group for place in jobs.orphans)
             order = self.recency[group].order()
             assert set(order) == set(mine[index.dram[mine] != NONE].tolist())
+            assert self.granted[group] == int((index.again[mine] == 1).sum())

@@ -11,7 +11,7 @@ from saria_vllm.metrics import count
 from saria_vllm.policy.admission import ADMITS, REASONS, Admission, Budget, Reasons
 from saria_vllm.policy.chunks import Chunks
 from saria_vllm.policy.endurance import Governor
-from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Rows
+from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Rows
 from saria_vllm.policy.jobs import Job, Jobs
 from saria_vllm.policy.promotion import Promotion
 from saria_vllm.types import Extent, GroupShape, Ints, PersistJob
@@ -45,7 +45,7 @@ class Evictor:
         """Rows admitted before eviction, waiting for `make_room`."""
         self._second_chance = second_chance
         self._first_bytes, self._again_bytes = 0, 0
-        """Written for the first time, and as a second chance."""
+        """Written for the first time, and again as second chances; of those `Chunks.granted` are to come."""
 
     def consider(self, rows: Rows) -> None:
         """Chunks entered DRAM or were reused: admission may want those in DRAM on SSD before they are evicted."""
@@ -64,23 +64,20 @@ class Evictor:
         index.evicting[leaving] = 0
         self._evicting[group] -= len(leaving)
 
-    def second_chances(self, rows: Rows, going: Ints | None) -> Mask:
-        """Which of these may be written to SSD again: they were asked for since they were written, and their segments
-        go soon by what `ExtentAllocator.going` said."""
-        index = self._chunks.index
-        if going is None or not self._second_chance or going.max(initial=-1) < 0:
-            return np.zeros(len(rows), np.bool_)
-        places = index.extent[rows]
-        chosen: Mask = (index.ssd[rows] == VALID) & (index.reuses[rows] != index.reuses_written[rows])
-        return chosen & (places[:, 0] < len(going)) & (places[:, 1] < going[places[:, 0] % len(going)])
-
-    def _again(self, group: int, rows: Rows) -> Mask:
-        """Second chances that are within the share of writes that is for them."""
-        extents = self._chunks.extents
-        chosen = self.second_chances(rows, None if extents is None else extents.going())
-        left = int(self._first_bytes * self._second_chance - self._again_bytes) // self._written_bytes(group)
-        chosen[chosen.nonzero()[0][max(0, left) :]] = False
-        return chosen
+    def grant(self, group: int, rows: Rows) -> None:
+        """A request reuses these chunks, -1 where one is unknown: those whose segments go soon may be written to SSD
+        again, the leading ones first, within the share of writes that is for it. Decided here alone, so that nothing
+        depends on the pieces in which it is stored and evicted."""
+        chunks, index = self._chunks, self._chunks.index
+        if chunks.extents is None or not self._second_chance or (going := chunks.extents.going()).max(initial=-1) < 0:
+            return
+        # Of other drives, which are not ours to write, nothing goes soon.
+        rows = rows[(rows >= 0) & (index.ssd[rows] == VALID) & (index.again[rows] == 0)]
+        rows = rows[index.extent[rows, 0] < len(going)]
+        rows = rows[index.extent[rows, 1] < going[index.extent[rows, 0]]]
+        granted = sum(self._written_bytes(group) * granted for group, granted in enumerate(chunks.granted))
+        left = int(self._first_bytes * self._second_chance) - self._again_bytes - granted
+        chunks.grant(group, rows[: max(0, left // self._written_bytes(group))])
 
     def make_room(self, now: float) -> list[PersistJob]:
         """See `Tiers.make_room`."""
@@ -130,31 +127,22 @@ class Evictor:
         """Evict rows of one group, the oldest first. False when it stopped at one that should wait for its write."""
         chunks, index = self._chunks, self._chunks.index
         group = int(index.group[rows[0]])
-        new, again = index.ssd[rows] == NONE, self._again(group, rows)
-        asked = new | again
+        asked = (index.ssd[rows] == NONE) | (index.again[rows] == 1)
         reasons = np.zeros(len(rows), np.uint8)
         reasons[asked] = self._admission.evicted(index, rows[asked], now, self._budget(now))
         admitted = ADMITS[reasons] & asked
-        over = (admitted & new).nonzero()[0][self._queue_room(group) :]
-        stop = len(rows)
-        if over.size and chunks.extents is not None:
-            # Those before it go first; then it waits while half of the headroom is there, for a store never waits for
-            # a disk.
-            stop = int(over[0])
-            if stop == 0:
-                half = [-(-wanted // 2) for wanted in self._headroom]
-                if chunks.slots.slabs_short(half) <= 0:
-                    return [], False
-                stop = max(1, half[group] - chunks.slots.free(group))
-        rows, new, again, admitted = rows[:stop], new[:stop], again[:stop], admitted[:stop]
-        reasons = reasons[:stop][new]
-        self._ask(group, len(reasons), now)
+        stop = self._stop(group, rows, admitted.nonzero()[0], now)
+        if not stop:
+            return [], False
+        rows, admitted, reasons = rows[:stop], admitted[:stop], reasons[:stop]
+        new = index.ssd[rows] == NONE
+        self._ask(group, int(new.sum()), now)
         index.evictions[rows] = np.minimum(index.evictions[rows], 0xFE) + 1
         self._promotion.evicted(int(index.promoted[rows].sum()), now)
-        self._count_reasons(reasons)
+        self._count_reasons(reasons[new])
         count(chunks.counts, "dropped_chunks", int((new & ~admitted).sum()), "not_admitted")
-        persists = self._persist(group, rows[admitted & new], now)
-        persists += self._persist_again(group, rows[admitted & again], now)
+        persists = self._persist(group, rows[admitted], now)
+        chunks.revoke(rows)
         leaving = rows[index.ssd[rows] == BUSY]
         index.evicting[leaving] = 1
         self._evicting[group] += len(leaving)
@@ -165,6 +153,26 @@ class Evictor:
         count(chunks.counts, "evicted_chunks", len(gone) - on_ssd, "dropped")
         self._drop(gone)
         return persists, True
+
+    def _stop(self, group: int, rows: Rows, writes: Rows, now: float) -> int:
+        """How many of these rows to evict at once, those at the positions `writes` to SSD; 0 to wait for writes."""
+        chunks, stop = self._chunks, len(rows)
+        if chunks.extents is None:
+            return stop
+        if (chunks.index.ssd[rows] == VALID).any():
+            # What these writes retire may be among these rows: then it is asked about anew.
+            troubled = writes[chunks.extents.untroubled(group, now) :]
+            stop = max(1, int(troubled[0])) if troubled.size else stop
+        over = writes[writes < stop][self._queue_room(group) :]
+        if not over.size:
+            return stop
+        if over[0]:
+            return int(over[0])
+        # Those before it went; now it waits while half of the headroom is there, for a store never waits for a disk.
+        half = [-(-wanted // 2) for wanted in self._headroom]
+        if chunks.slots.slabs_short(half) <= 0:
+            return 0
+        return min(stop, max(1, half[group] - chunks.slots.free(group)))
 
     def _budget(self, now: float) -> Budget | None:
         """What the drives have left: they ask for as much care as the one that has most. A chunk is of use when all of
@@ -223,17 +231,6 @@ class Evictor:
         """How many more chunks may be on their way to SSD."""
         return sum(self._room_by_drive(group))
 
-    def _persist_again(self, group: int, rows: Rows, now: float) -> list[PersistJob]:
-        """Write chunks that are on SSD once more, as far as the bound of writes in flight goes."""
-        persists = self._persist(group, rows[: self._queue_room(group)], now)
-        written = sum(len(persist.keys) for persist in persists)
-        nbytes = written * self._written_bytes(group)
-        self._again_bytes += nbytes
-        self._first_bytes -= nbytes
-        count(self._chunks.counts, "admission", written, "second_chance")
-        count(self._chunks.counts, "second_chance_bytes", nbytes)
-        return persists
-
     def _persist(self, group: int, rows: Rows, now: float) -> list[PersistJob]:
         """Write chunks to SSD, as many as the bound and the drives take; others are counted as dropped unless SSD has
         them. The record of one that is there is forgotten: its new one takes its place."""
@@ -252,17 +249,21 @@ class Evictor:
         if not rows.size:
             return []
         extents, lost = chunks.extents.take(group, len(rows), room, now)
+        again = int((index.again[rows[: len(extents)]] == 1).sum())
         chunks.lose_ssd(lost)
         self._count_dropped(rows[len(extents) :], "ssd_full")
         rows = rows[: len(extents)]
         for drive, governor in enumerate(self.governors):
             governor.spend(written_bytes * int((extents[:, 0] == drive).sum()), now)
-        self._first_bytes += written_bytes * len(rows)
+        self._first_bytes += written_bytes * (len(rows) - again)
+        self._again_bytes += written_bytes * again
+        count(chunks.counts, "admission", again, "second_chance")
+        count(chunks.counts, "second_chance_bytes", written_bytes * again)
         for row in rows[index.ssd[rows] == VALID].tolist():
             chunks.extents.forget(Extent(*index.extent[row].tolist()))
+        chunks.revoke(rows)
         index.ssd[rows] = BUSY
         index.extent[rows] = extents
-        index.reuses_written[rows] = index.reuses[rows]
         return [
             self._persist_job(group, rows[some], extents[some])
             for drive in range(chunks.extents.drives)

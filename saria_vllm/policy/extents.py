@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -165,6 +166,16 @@ class ExtentAllocator:
                 last = math.ceil(len(mine) * LAST_SHARE)
                 oldest[drive] = next(itertools.islice(mine, last, None), -1)
         return oldest
+
+    def untroubled(self, group: int, now: float) -> int:
+        """How many records of a group can be taken, from whatever drives, before a segment is retired for one."""
+        left = [sys.maxsize]
+        for drive, may in enumerate(self.writable(now)):
+            if may:
+                segment = self._open.get((drive, group))
+                more = self._records[group] * max(0, self._cap(drive, now) - len(self._by_drive[drive]))
+                left.append(more + (len(segment.rows) - segment.used if segment else 0))
+        return min(left)
 
     def _retire(self, segment: Segment) -> None:
         del self._by_drive[segment.drive][segment.id]

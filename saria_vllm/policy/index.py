@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,7 +36,7 @@ _COLUMNS: dict[str, tuple[type[np.number], int]] = {
     "leases": (np.int16, 0), "evictions": (np.uint8, 0), "reuses": (np.uint16, 0),
     "epoch": (np.int32, 0), "depth": (np.int32, 0), "ghost": (np.int32, 0), "uses": (np.int32, 0),
     "chained": (np.uint8, 0), "touched": (np.float32, 0), "entered": (np.float32, 0), "visit": (np.int32, 0),
-    "burst": (np.int32, 0), "promoted": (np.uint8, 0), "reuses_written": (np.uint16, 0),
+    "burst": (np.int32, 0), "promoted": (np.uint8, 0), "again": (np.uint8, 0),
 }  # fmt: skip
 _WIDTH = {"slot": 2, "extent": 3}
 
@@ -43,7 +44,7 @@ _WIDTH = {"slot": 2, "extent": 3}
 class Prefix:
     """A request's chunk keys, and the rows where they were last found."""
 
-    __slots__ = ("keys", "located", "rows", "uses", "visit")
+    __slots__ = ("keys", "located", "reused", "rows", "uses", "visit")
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self.keys: list[bytes] = list(keys)
@@ -55,7 +56,9 @@ class Prefix:
         self.located = (-1, 0, 0)
         """The index's version when chunks first..end were looked at last, and these."""
         self.visit = 0
-        """Of the request that it belongs to."""
+        """Of the request that it belongs to, and"""
+        self.reused = sys.maxsize
+        """how many of its chunks that one reuses; as many as there are while nothing else is known."""
 
     def cut(self, end: int) -> None:
         """Keep the first `end` keys."""
@@ -105,8 +108,8 @@ class ChunkIndex:
     """the eviction that it was last part of: numbers of `Returns`, 0 for none."""
     promoted: Column
     """1 while it is in DRAM by a promotion and was not used since."""
-    reuses_written: Column
-    """`reuses` when it was written to SSD last: another number now means that it was asked for since."""
+    again: Column
+    """1 while it has a second chance: it is on SSD, and is written there again when it leaves DRAM."""
     depth: Column
     """Position in the prefix, in chunks."""
     ghost: Column
@@ -258,6 +261,7 @@ class ChunkIndex:
                 assert (self.slot[row, 0] >= 0) == (self.dram[row] != NONE)
                 assert (self.extent[row, 0] >= 0) == (self.ssd[row] != NONE)
                 assert not self.promoted[row] or self.dram[row] != NONE
+                assert not self.again[row] or self.ssd[row] == VALID
                 if self.chained[row]:
                     assert self.key[row - 1] == self.parent[row] and self.group[row - 1] == group
                 if self.evicting[row]:

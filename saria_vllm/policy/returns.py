@@ -239,6 +239,12 @@ class Returns:
         burst.chunks += chunks
         return float(self.model.probability(burst.features)), number
 
+    def stayed(self, bursts: npt.NDArray[np.integer]) -> None:
+        """Chunks of these bursts, 0 for none, did not leave DRAM then."""
+        for number, chunks in zip(*(found.tolist() for found in np.unique(bursts, return_counts=True)), strict=True):
+            if number in self._bursts:
+                self._bursts[number].chunks -= chunks
+
     def begin(self, visit: int, depths: npt.NDArray[np.int32], room: int) -> Mask:
         """Which chunks of a visit to begin with: those that are on SSD with all before them when `room` is used up."""
         known = self._visits[visit]

@@ -122,10 +122,13 @@ class Tiers:
 
     def arrived(self, prefix: Prefix, reused: int, now: float, hints: Hints = NO_HINTS) -> None:
         """A request is being served that reuses its first `reused` chunks: once for each, before its load is planned.
-        Admission learns from it, and all of its chunks become recent: those behind a gap, too, will be used soon."""
+        Admission learns from it, what it reuses may get a second chance on SSD, and all of its chunks become recent:
+        those behind a gap, too, will be used soon."""
         index, end = self.chunks.index, len(prefix.keys)
         located = index.locate(prefix, 0, end)
-        prefix.visit = self._admission.arrived(index, located[0], now, hints)
+        prefix.visit, prefix.reused = self._admission.arrived(index, located[0], now, hints), reused
+        for group, rows in enumerate(located):
+            self.evictor.grant(group, rows[:reused])
         self._touch(located, reused, now, prefix.visit)
 
     # Loads.
@@ -186,9 +189,10 @@ class Tiers:
     def plan_store(
         self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
     ) -> tuple[StoreJob | None, int]:
-        """Store chunks first..end that no tier holds to be read, or SSD loses soon, as far as there are slots.
+        """Store chunks first..end that no tier holds to be read, or that have a second chance, as far as there are
+        slots.
 
-        Their blocks must hold their bytes. What is about to go from SSD is in DRAM for its second chance.
+        Their blocks must hold their bytes.
 
         Returns:
             The job, or None when there is nothing to copy, and the chunk to go on with.
@@ -197,9 +201,8 @@ class Tiers:
         paused = None if extents is None else extents.unreadable(now)
         absent = []
         for rows in index.locate(prefix, first, end):
-            lost = (index.ssd[rows] == NONE) | self.evictor.second_chances(
-                rows, None if extents is None else extents.going()
-            )
+            lost = (index.ssd[rows] == NONE) | (index.again[rows] == 1)
+            lost[max(0, prefix.reused - first) :] = True
             if paused is not None:
                 lost |= paused[index.extent[rows, 0] % len(paused)]
             absent.append((rows < 0) | ((index.dram[rows] == NONE) & lost))

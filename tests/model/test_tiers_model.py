@@ -116,8 +116,8 @@ class TiersMachine(RuleBasedStateMachine):
             second_chance=second_chance,
         )
         self.second_chance, self.written_bytes = second_chance, 0
-        self.read: set[Chunk] = set()
-        """Chunks on SSD that were reused since they were written."""
+        self.granted: set[Chunk] = set()
+        """Chunks on SSD with a second chance."""
         self.prefixes = {tuple(path): Prefix(path) for path in PATHS}
         self.now, self.generation = 0.0, 0
         self.flights: dict[int, Flight] = {}
@@ -142,8 +142,10 @@ class TiersMachine(RuleBasedStateMachine):
             return
         blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
         wanted = [Chunk(g, path[i]) for g in range(self.groups) for i in range(first, end)]
-        leaving = self.second_chances(wanted)
-        expected = [c for c in wanted if c not in self.dram and (c not in self.ssd or c in leaving)]
+        reused = path[: self.prefix(path).reused]
+        expected = [
+            c for c in wanted if c not in self.dram and (c not in self.ssd or c in self.granted or c.key not in reused)
+        ]
         used = self.slots_in_use()
         job, went_on = self.tiers.plan_store(self.prefix(path), first, end, blocks, self.now)
         assert first <= went_on <= end
@@ -170,7 +172,7 @@ class TiersMachine(RuleBasedStateMachine):
             return
         dram_tokens, ssd_tokens = self.tiers.tier_tokens(self.prefix(path), first, end)
         blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
-        self.touch(path, end)
+        self.arrive(path, end)
         job = self.tiers.plan_load("request", self.prefix(path), first, end, blocks)
         assert [(item.group, item.key) for item in job.items] == [
             (g, key) for g in range(self.groups) for key in path[first:end]
@@ -196,9 +198,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.flights[job.job_id] = Flight(job, self.generation, self.ranks)
 
     @rule(path=st.sampled_from(PATHS), reused=st.integers(0, 6))
-    def touch(self, path: list[bytes], reused: int) -> None:
-        self.tiers.touch(self.prefix(path), len(path), min(reused, len(path)), self.now)
-        self.read |= self.ssd.keys() & {Chunk(g, key) for g in range(self.groups) for key in path[:reused]}
+    def arrive(self, path: list[bytes], reused: int) -> None:
+        for group in range(self.groups):
+            self.granted |= self.second_chances([Chunk(group, key) for key in path[:reused]])
+        self.tiers.arrived(self.prefix(path), min(reused, len(path)), self.now)
         self.touched(path, len(path))
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 20.0]))
@@ -217,16 +220,17 @@ class TiersMachine(RuleBasedStateMachine):
                 assert needed, "evicted without need"
                 assert (chunk.group, slot) not in leased, "evicted under a job"
                 del self.dram[chunk]
+                self.granted.discard(chunk)
         for job in persists:
             for item in job.items:
                 chunk, place = Chunk(item.group, item.key), (item.group, item.slot)
                 assert before[chunk] == ("valid", item.slot)
                 assert chunk in self.dram
                 if chunk in self.ssd:
-                    assert self.second_chance and chunk in self.read, "written twice"
+                    assert chunk in self.granted, "written twice"
                     assert self.ssd[chunk][0] == "valid"
-                self.read.discard(chunk)
-                self.written_bytes += self.ranks * self.shapes[chunk.group].record_bytes
+                self.granted.discard(chunk)
+                self.written_bytes += self.written(chunk)
                 assert place not in self.bad, "a bad slot was persisted"
                 assert item.parent == PARENT[item.key]
                 assert item.extent.drive == job.drive, "a drive that hangs would hold up another"
@@ -258,7 +262,6 @@ class TiersMachine(RuleBasedStateMachine):
                 continue
             places.add(extent)
             self.ssd[chunk] = ("valid", extent)
-            self.read.discard(chunk)
             self.segments_seen.add((extent.drive, extent.segment))
             for contents in self.contents:
                 contents[group, extent] = Content(group, key, self.generation)
@@ -275,7 +278,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.generation += 1
         self.dram.clear()
         self.ssd.clear()
-        self.read.clear()
+        self.granted.clear()
         self.loose.clear()
         self.drain_retired()
 
@@ -359,6 +362,7 @@ class TiersMachine(RuleBasedStateMachine):
                     self.dram[chunk] = ("bad", item.slot)
                 elif self.ssd.get(chunk) == ("valid", item.extent):
                     del self.ssd[chunk]
+                    self.granted.discard(chunk)
             if not stale:
                 for item in job.items:
                     self.free_bad(Chunk(item.group, item.key))
@@ -442,21 +446,23 @@ class TiersMachine(RuleBasedStateMachine):
                 if (extent.drive, extent.segment) == segment:
                     assert state == "valid"
                     del self.ssd[chunk]
+                    self.granted.discard(chunk)
         self.tiers.chunks.extents.retired.clear()
 
     def again_bytes(self) -> int:
         return self.tiers.chunks.counts.get("second_chance_bytes", 0)
 
     def second_chances(self, chunks: list[Chunk]) -> set[Chunk]:
-        """Which of these go with one of the oldest segments, were read, and may be written again within the bound."""
-        found: set[Chunk] = set()
-        for group in range(self.groups):
-            nbytes = self.ranks * self.shapes[group].record_bytes
-            first_bytes = self.written_bytes - self.again_bytes()
-            left = max(0, int(first_bytes * self.second_chance - self.again_bytes()) // nbytes)
-            mine = [c for c in chunks if c.group == group and c in self.read and self.ssd.get(c, ("",))[0] == "valid"]
-            found.update([chunk for chunk in mine if self.goes_soon(self.ssd[chunk][1])][:left])
-        return found
+        """Which of these, of one group, get one: they go with one of the oldest segments, and it is within the bound."""
+        share, again = self.second_chance, self.again_bytes() + sum(map(self.written, self.granted))
+        left = int((self.written_bytes - self.again_bytes()) * share) - again
+        mine = [c for c in chunks if self.ssd.get(c, ("",))[0] == "valid" and c not in self.granted]
+        mine = [chunk for chunk in mine if self.goes_soon(self.ssd[chunk][1])]
+        return set(mine[: max(0, left // self.written(mine[0]))] if mine else ())
+
+    def written(self, chunk: Chunk) -> int:
+        """Bytes that a write of it is on all ranks."""
+        return self.ranks * self.shapes[chunk.group].record_bytes
 
     def goes_soon(self, extent: Extent) -> bool:
         """Whether the drive is full and at most a quarter of its segments is older."""
@@ -482,6 +488,7 @@ class TiersMachine(RuleBasedStateMachine):
         for group, rows in enumerate(index.rows):
             known = {key for key, row in rows.items() if index.dram[row] or index.ssd[row]}
             assert known == {c.key for c in [*self.dram, *self.ssd] if c.group == group}
+            assert {key for key, row in rows.items() if index.again[row]} == {c.key for c in self.granted if c.group == group}
         assert sum(tiers.chunks.slots.used) == len(self.slots_in_use())
         assert len(tiers.chunks.ghosts) <= self.ghosts_max
         assert self.again_bytes() <= self.second_chance * (self.written_bytes - self.again_bytes())
@@ -569,13 +576,13 @@ def walk(model: TiersMachine, rng: random.Random, steps: int) -> None:
     failing = [()] * 20 + [(0,), (1, 2), (3,)]
     for _ in range(steps):
         path, first, length = rng.choice(PATHS), rng.choice([0, 0, 0, 1, 2]), rng.choice([6, 6, 3, 1])
-        match rng.choice(["store"] * 3 + ["load"] * 3 + ["touch", "room", "room"] + ["run"] * 9 + ["all", "rare"]):
+        match rng.choice(["store"] * 3 + ["load"] * 3 + ["arrive", "room", "room"] + ["run"] * 9 + ["all", "rare"]):
             case "store":
                 model.store(path=path, first=first, length=length)
             case "load":
                 model.load(path=path, first=first, length=length)
-            case "touch":
-                model.touch(path=path, reused=rng.randrange(7))
+            case "arrive":
+                model.arrive(path=path, reused=rng.randrange(7))
             case "room":
                 model.make_room(seconds=rng.choice([0.0, 1.0, 20.0]))
             case "run" if model.flights:

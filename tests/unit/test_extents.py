@@ -95,6 +95,19 @@ def test_the_oldest_quarter_of_a_full_drive_goes_soon() -> None:
     assert ExtentAllocator(1, 0, [1]).going().tolist() == [-1]
 
 
+def test_so_many_records_can_be_taken_before_one_is_lost() -> None:
+    extents = ExtentAllocator(2, 2, [3])
+    assert extents.untroubled(0, 0.0) == 6
+    for row in range(9):
+        write(extents, row)
+        assert extents.untroubled(0, 0.0) == (11 - row) // 2, "on the drive that has the least left"
+    taken, lost = extents.take(0, 1, [1, 1], 0.0)
+    assert not lost.size
+    extents.striping.failed(0, False, 0.0)
+    extents.striping.failed(1, False, 0.0)
+    assert extents.untroubled(0, 0.0) > 1 << 30, "nothing is written"
+
+
 def test_records_that_are_not_readable_are_not_lost() -> None:
     extents = ExtentAllocator(1, 1, [3])
     for row in (7, 8, 9):

@@ -137,6 +137,21 @@ def test_what_was_just_used_is_written_and_what_is_long_idle_is_not() -> None:
     assert reasons(tiers) == {"return_likely": 2, "return_unlikely": 2}
 
 
+@pytest.mark.parametrize("later", [0.0, 9.0])
+def test_what_is_asked_about_again_counts_once(later: float) -> None:
+    """It did not leave DRAM the first time, for the bound of writes in flight or a retired segment was in the way."""
+    tiers = make_tiers(admission=AdmissionConfig())
+    turn(tiers, [b"a", b"b", b"c"], 0.0)
+    admission, index = tiers._admission, tiers.chunks.index
+    assert isinstance(admission, Return)
+    rows = index.find_each(0, [b"a", b"b", b"c"])
+    admission.evicted(index, rows, 30.0, None)
+    admission.evicted(index, rows[1:], 30.0 + later, None)
+    bursts = admission.returns._bursts
+    assert sum(burst.chunks for burst in bursts.values()) == 3
+    assert [bursts[number].chunks for number in index.burst[rows].tolist()] == ([1, 2, 2] if later else [3, 3, 3])
+
+
 def test_a_branch_that_was_left_is_refused_sooner_and_counted() -> None:
     tiers = make_tiers(12, admission=AdmissionConfig())
     turn(tiers, [b"a", b"b", b"c", b"d"], 0.0)

@@ -1,4 +1,4 @@
-"""Chunks that were read since they were written get a second life on SSD, within a share of writes."""
+"""Chunks that are read while their SSD segment goes soon get a second life there, within a share of writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tier_steps import (
     plan_load,
     store,
     tier_tokens,
-    touch,
 )
 
 OLD, REST = [b"a", b"b"], [b"c", b"d", b"e", b"f", b"g"]
@@ -42,7 +41,7 @@ def filled(second_chance: float = 1.0, admission: AdmissionConfig = EVERY, **siz
 
 def read(tiers: Tiers, keys: Sequence[bytes]) -> None:
     """A request whose hit this is."""
-    touch(tiers, keys, len(keys), len(keys))
+    tiers.arrived(Prefix(keys), len(keys), 0.0)
     end(tiers, plan_load(tiers, keys))
 
 
@@ -123,13 +122,53 @@ def test_no_more_is_written_again_than_its_share_of_first_writes() -> None:
     assert counted(tiers, "second_chance_bytes") == RECORD
 
 
+def test_what_was_granted_counts_before_it_is_written() -> None:
+    tiers = filled(0.15)
+    read(tiers, OLD)
+    read(tiers, OLD)
+    assert tiers.chunks.granted == [1]
+    assert stored_again(tiers, OLD)
+    assert tier_tokens(tiers, OLD, 0, 2) == (16, 16)
+
+
+def test_what_goes_with_its_segment_gives_its_share_back() -> None:
+    tiers = filled()
+    read(tiers, OLD)
+    assert tiers.chunks.granted == [2]
+    store(tiers, [b"x", b"y"])
+    assert keys_of(persists := evict_all(tiers)) == [b"y", b"x"]
+    end(tiers, *persists)
+    assert match(tiers, OLD, 0, 2) == 0
+    assert tiers.chunks.granted == [0]
+
+
+def test_a_reset_gives_all_back() -> None:
+    tiers = filled()
+    read(tiers, OLD)
+    tiers.reset()
+    tiers.check()
+    assert tiers.chunks.granted == [0]
+
+
+def test_a_write_that_retires_the_segment_of_what_leaves_next_is_seen() -> None:
+    """Whatever is evicted with it: else it would be gone from both tiers, and nobody was asked."""
+    tiers = filled(0.0)
+    store(tiers, [b"x", b"y"])
+    behind_a_gap = Prefix(OLD)
+    tiers.arrived(behind_a_gap, 0, 0.0)
+    job, _ = tiers.plan_store(behind_a_gap, 0, 2, blocks(0, 2), 0.0)
+    assert job is not None, "it is computed, and its record may be gone before its piece comes"
+    end(tiers, job)
+    assert keys_of(evict_all(tiers)) == [b"y", b"x", b"b", b"a"]
+
+
 def test_one_that_left_hbm_with_both_copies_is_written_again_too() -> None:
     """Nothing has to be read from SSD for it."""
     tiers = make_tiers(8, headroom=1, second_chance=1.0)
     for key in (*OLD, *REST):
         store(tiers, [key])
         end(tiers, *tiers.make_room(0.0))
-    touch(tiers, OLD, 2, 2)
+    tiers.arrived(Prefix(OLD), 2, 0.0)
     assert keys_of(evict_all(tiers)) == [b"b", b"a"]
 
 
@@ -143,6 +182,8 @@ def test_admission_is_asked_again() -> None:
     assert counted(tiers, "evicted_chunks:already_on_ssd") == dropped + 2
     assert not counted(tiers, "dropped_chunks:not_admitted") and not counted(tiers, "admission:never")
     assert tier_tokens(tiers, OLD, 0, 2) == (0, 32)
+    assert tiers.chunks.granted == [0]
+    assert not stored_again(tiers, OLD), "until it is read again"
 
 
 def test_a_write_budget_that_is_spent_leaves_the_old_record() -> None:
@@ -152,6 +193,7 @@ def test_a_write_budget_that_is_spent_leaves_the_old_record() -> None:
     tiers.evictor.governors = [Governor(1.0, 1.0, 0.0)]
     assert evict_all(tiers) == []
     assert tier_tokens(tiers, OLD, 0, 2) == (0, 32)
+    assert tiers.chunks.granted == [0]
     assert not counted(tiers, "dropped_chunks:over_budget"), "nothing was lost"
     assert not counted(tiers, "second_chance_bytes")
 
@@ -175,6 +217,7 @@ def test_what_the_bound_of_writes_in_flight_does_not_take_keeps_its_old_record()
     assert keys_of(again) == [b"b"]
     end(tiers, *again)
     assert tier_tokens(tiers, OLD, 0, 2) == (0, 32)
+    assert tiers.chunks.granted == [0]
     assert not counted(tiers, "dropped_chunks:persist_queue_full")
 
 
@@ -182,14 +225,16 @@ def test_a_second_write_that_fails_forgets_the_chunk() -> None:
     tiers = filled()
     read(tiers, OLD)
     assert stored_again(tiers, OLD)
-    end(tiers, *evict_all(tiers), failed=(0,), reason="write_failed")
+    failing, well = evict_all(tiers)
+    end(tiers, failing, failed=(0,), reason="write_failed")
+    end(tiers, well)
     assert [match(tiers, [key], 0, 1) for key in OLD] == [1, 0]
     assert counted(tiers, "errors:write_failed") == 1
 
 
 def test_an_old_record_that_turns_out_bad_does_not_take_the_new_one_with_it() -> None:
     tiers = filled()
-    touch(tiers, OLD, 2, 2)
+    tiers.arrived(Prefix(OLD), 2, 0.0)
     late = plan_load(tiers, OLD)
     assert stored_again(tiers, OLD)
     assert evict_all(tiers) == [], "leased"
@@ -203,11 +248,10 @@ def test_an_old_record_that_turns_out_bad_does_not_take_the_new_one_with_it() ->
     assert place not in {item.extent for item in plan_load(tiers, OLD).items}
 
 
-def test_chunks_found_at_the_start_have_to_be_read_first() -> None:
+def test_unknown_chunks_and_those_on_other_drives_get_none() -> None:
     tiers = filled()
     index = tiers.chunks.index
-    row = index.find_each(0, OLD[:1])
-    assert not tiers.evictor.second_chances(0, row).any()
-    read(tiers, OLD)
-    assert tiers.evictor.second_chances(0, row).all()
-    assert tiers.evictor.second_chances(0, np.array([-1, row[0], -1], np.int32)).tolist() == [False, True, False]
+    rows = index.find_each(0, OLD)
+    index.extent[rows[1], 0] = 1
+    tiers.evictor.grant(0, np.array([-1, *rows, -1], np.int32))
+    assert index.again[rows].tolist() == [1, 0]

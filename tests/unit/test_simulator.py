@@ -159,11 +159,15 @@ def test_lru_keeps_what_was_read_and_segments_retire_what_is_oldest():
 
 
 @pytest.mark.parametrize(
-    ("promotion", "ids", "again"), [(1.0, [1, 2, 3, 1, 4, 5, 1], 1), (0.0, [1, 2, 3, 4, 1, 5, 6, 1], 0)]
+    ("promotion", "ssd", "ids", "again"),
+    [
+        (1.0, 8, [*range(1, 10), 2, 10, 11, 2], 1),
+        (0.0, 8, [*range(1, 10), 2, 10, 11, 2], 1),
+        (0.0, 3, [1, 2, 3, 4, 1, 5, 6, 1], 0),  # Its segment goes while it is in DRAM.
+    ],
 )
-def test_a_second_chance_keeps_what_was_read_and_is_reported(promotion, ids, again):
-    """Without promotion it comes to DRAM as what SSD loses soon, and outlives its segment there."""
-    sizes = {"dram": 1, "ssd": 3, "promotion": promotion, "evictions": 1, "ssd_eviction": "segment"}
+def test_a_second_chance_keeps_what_was_read_and_is_reported(promotion, ssd, ids, again):
+    sizes = {"dram": 1, "ssd": ssd, "promotion": promotion, "evictions": 1, "ssd_eviction": "segment"}
     without, hits = simulate(made(*([number] for number in ids)), second_chance=0.0, **sizes)
     assert hits[-1] == (0, 0)
     assert (without.rates()["ssd_second_chance_tokens"], without.rates()["ssd_write_amplification"]) == (0, 1.0)
