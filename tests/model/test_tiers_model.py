@@ -453,7 +453,7 @@ class TiersMachine(RuleBasedStateMachine):
         return self.tiers.chunks.counts.get("second_chance_bytes", 0)
 
     def second_chances(self, chunks: list[Chunk]) -> set[Chunk]:
-        """Which of these, of one group, get one: they go with one of the oldest segments, and it is within the bound."""
+        """Which of these, of one group, get one: they go soon with their segments, and it is within the bound."""
         share, again = self.second_chance, self.again_bytes() + sum(map(self.written, self.granted))
         left = int((self.written_bytes - self.again_bytes()) * share) - again
         mine = [c for c in chunks if self.ssd.get(c, ("",))[0] == "valid" and c not in self.granted]
@@ -488,7 +488,9 @@ class TiersMachine(RuleBasedStateMachine):
         for group, rows in enumerate(index.rows):
             known = {key for key, row in rows.items() if index.dram[row] or index.ssd[row]}
             assert known == {c.key for c in [*self.dram, *self.ssd] if c.group == group}
-            assert {key for key, row in rows.items() if index.again[row]} == {c.key for c in self.granted if c.group == group}
+            assert {key for key, row in rows.items() if index.again[row]} == {
+                c.key for c in self.granted if c.group == group
+            }
         assert sum(tiers.chunks.slots.used) == len(self.slots_in_use())
         assert len(tiers.chunks.ghosts) <= self.ghosts_max
         assert self.again_bytes() <= self.second_chance * (self.written_bytes - self.again_bytes())

@@ -136,7 +136,8 @@ def test_what_goes_with_its_segment_gives_its_share_back() -> None:
     read(tiers, OLD)
     assert tiers.chunks.granted == [2]
     store(tiers, [b"x", b"y"])
-    assert keys_of(persists := evict_all(tiers)) == [b"y", b"x"]
+    persists = evict_all(tiers)
+    assert keys_of(persists) == [b"y", b"x"]
     end(tiers, *persists)
     assert match(tiers, OLD, 0, 2) == 0
     assert tiers.chunks.granted == [0]
