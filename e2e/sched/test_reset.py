@@ -298,7 +298,10 @@ def test_two_ranks_open_and_share_what_both_found(make: Make, tmp_path: Path, la
 # Faults of ours.
 
 
-@pytest.mark.parametrize("where", ["match", "plan_load", "plan_store", "make_room", "finished", "arrived", "is_loading"])
+WHERE = ["match", "plan_load", "plan_store", "make_room", "finished", "arrived", "is_loading"]
+
+
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_fault_of_ours_turns_the_tier_off_and_nothing_else(
     make: Make, monkeypatch: pytest.MonkeyPatch, where: str, policy: str
