@@ -23,10 +23,11 @@ demo: $(READY)
 	@$(BIN)/python e2e/demo.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/pytest tests $(ARGS)
+	$(BIN)/pytest tests -n 2 $(ARGS)
 
 e2e-quick: $(READY)
-	$(BIN)/pytest e2e $(ARGS)
+	$(BIN)/pytest e2e/sched -n 2 $(ARGS)
+	$(BIN)/pytest e2e --ignore=e2e/sched $(ARGS)
 
 e2e: $(READY)
 	$(BIN)/pytest e2e --slow $(ARGS)
