@@ -15,7 +15,7 @@ import numpy as np
 from saria_vllm.metrics import DRIVE_ERRORS, Counts, count
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.ghosts import Ghosts
-from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Prefix, Rows, pick
+from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Mask, Prefix, Rows, pick
 from saria_vllm.policy.jobs import Jobs
 from saria_vllm.policy.recency import Recency
 from saria_vllm.policy.slots import SlotAllocator
@@ -156,6 +156,8 @@ class Chunks:
             self.extents.pause_reads(drive, now)
         elif reason == "vanished":
             self.lose_ssd(self.extents.lose_drive(drive))
+            place = self.index.extent[:, 0]
+            self._lose((place >= self.extents.drives) & (place % self.extents.drives == drive))
         elif reason == "disk_full":
             self.lose_ssd(self.extents.full(extents, now))
         elif reason in ("read_failed", "write_failed"):
@@ -167,7 +169,10 @@ class Chunks:
             return
         index = self.index
         places = index.extent[:, 0].astype(np.int64) << 32 | index.extent[:, 1]
-        there = np.isin(places, [drive << 32 | segment for drive, segment in gone])
+        self._lose(np.isin(places, [drive << 32 | segment for drive, segment in gone]))
+
+    def _lose(self, there: Mask) -> None:
+        """Other engines' records of these rows are of no use any more."""
         rows = there.nonzero()[0].astype(np.int32)
         self.clear_ssd(rows)
         self.settle(rows)

@@ -128,6 +128,17 @@ def test_on_a_drive_that_is_left_out_nothing_is_anothers() -> None:
     assert [match(tiers, [key], 0, 1) for key in KEYS[:2]] == [1, 0]
 
 
+def test_what_others_have_on_a_drive_that_is_lost_is_lost_too_and_may_be_written_elsewhere() -> None:
+    tiers = make_tiers(drives=2)
+    adopt(tiers, KEYS[:1], drive=4)
+    adopt(tiers, KEYS[1:2], drive=5)
+    tiers.chunks.drive_failed(np.array([[0, 0, 0]], np.int32), "vanished", 0.0)
+    tiers.check()
+    assert [match(tiers, [key], 0, 1) for key in KEYS[:2]] == [0, 1]
+    on_ssd(tiers, KEYS[:1])
+    assert plan_load(tiers, KEYS[:1]).items[0].extent == Extent(1, 0, 0)
+
+
 def test_a_reset_forgets_what_others_have_and_loads_of_it_end_as_stale() -> None:
     tiers = make_tiers()
     adopt(tiers, KEYS[:2])
