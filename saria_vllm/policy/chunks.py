@@ -189,7 +189,7 @@ class Chunks:
 
     def adopt(self, found: FoundChunks, others: bool = False) -> int:
         """Index chunks found on SSD, in our segments or in others'; those that are there already or do not fit are
-        passed over. Returns how many were taken."""
+        passed over, but for others' newer records of what is others'. Returns how many were new."""
         index, taken = self.index, 0
         assert self.extents is not None
         again = found.twins(-np.arange(len(found)))
@@ -206,15 +206,18 @@ class Chunks:
             added = index.add(group, new_keys, here.take(new).parent_list(new_keys))
             rows[new] = added
             wanted = (index.ssd[rows] == NONE).nonzero()[0]
-            if others:
+            if others:  # A second chance is behind what it stands in for, which goes first.
+                known = (index.ssd[rows] == VALID) & (index.extent[rows, 0] >= self.extents.drives)
+                newer = known & (here.extents[:, 1] > index.extent[rows, 1])
+                wanted = ((index.ssd[rows] == NONE) | newer).nonzero()[0]
                 fits = wanted[self.extents.of_others(here.extents[wanted])]
             else:
                 fits = wanted[self.extents.adopt(here.extents[wanted], group, rows[wanted])]
+            taken += int((index.ssd[rows[fits]] == NONE).sum())
             index.ssd[rows[fits]] = VALID
             index.extent[rows[fits]] = here.extents[fits]
             self.ghosts.back(rows[fits])
             index.remove(added[index.ssd[added] == NONE])
-            taken += len(fits)
         return taken
 
     def clear(self, jobs: Jobs) -> None:
