@@ -97,7 +97,7 @@ def _of_machine(machine: Machine, config: SariaConfig | None, pids: list[int]) -
             "I/O cores": lambda: checks.io_cores(machine, cpus, pid, affinity, count),
             "GDS": lambda: checks.gds(machine, has_device, checks.ask_python),
             "nixl": lambda: checks.nixl(checks.ask_python, engine == "nixl"),
-            "kvikio": lambda: checks.kvikio(checks.ask_python),
+            "kvikio": lambda: checks.kvikio(checks.ask_python, engine == "kvikio"),
             "vllm": lambda: checks.vllm(checks.ask_python),
         }
     )

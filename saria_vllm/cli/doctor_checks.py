@@ -312,9 +312,11 @@ def nixl(ask: Ask, needed: bool = False) -> Check:
     return Check("nixl", "ok", version)
 
 
-def kvikio(ask: Ask) -> Check:
+def kvikio(ask: Ask, needed: bool = False) -> Check:
     """Whether kvikio can be imported."""
     version, problem = _package("kvikio", "import kvikio; print(kvikio.__version__)", ask)
+    if needed and version is None and problem is None:
+        return Check("kvikio", "bad", "is not installed, and configured", "pip install 'saria-vllm[kvikio]'")
     return problem or Check("kvikio", "ok", version or "is not installed, and optional")
 
 

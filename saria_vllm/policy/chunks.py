@@ -15,7 +15,7 @@ import numpy as np
 from saria_vllm.metrics import DRIVE_ERRORS, Counts, count
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.ghosts import Ghosts
-from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Prefix, Rows, pick
+from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Mask, Prefix, Rows, pick
 from saria_vllm.policy.jobs import Jobs
 from saria_vllm.policy.recency import Recency
 from saria_vllm.policy.slots import SlotAllocator
@@ -156,6 +156,8 @@ class Chunks:
             self.extents.pause_reads(drive, now)
         elif reason == "vanished":
             self.lose_ssd(self.extents.lose_drive(drive))
+            place = self.index.extent[:, 0]
+            self._lose((place >= self.extents.drives) & (place % self.extents.drives == drive))
         elif reason == "disk_full":
             self.lose_ssd(self.extents.full(extents, now))
         elif reason in ("read_failed", "write_failed"):
@@ -167,7 +169,10 @@ class Chunks:
             return
         index = self.index
         places = index.extent[:, 0].astype(np.int64) << 32 | index.extent[:, 1]
-        there = np.isin(places, [drive << 32 | segment for drive, segment in gone])
+        self._lose(np.isin(places, [drive << 32 | segment for drive, segment in gone]))
+
+    def _lose(self, there: Mask) -> None:
+        """Other engines' records of these rows are of no use any more."""
         rows = there.nonzero()[0].astype(np.int32)
         self.clear_ssd(rows)
         self.settle(rows)
@@ -184,7 +189,7 @@ class Chunks:
 
     def adopt(self, found: FoundChunks, others: bool = False) -> int:
         """Index chunks found on SSD, in our segments or in others'; those that are there already or do not fit are
-        passed over. Returns how many were taken."""
+        passed over, but for others' newer records of what is others'. Returns how many were new."""
         index, taken = self.index, 0
         assert self.extents is not None
         again = found.twins(-np.arange(len(found)))
@@ -201,15 +206,18 @@ class Chunks:
             added = index.add(group, new_keys, here.take(new).parent_list(new_keys))
             rows[new] = added
             wanted = (index.ssd[rows] == NONE).nonzero()[0]
-            if others:
+            if others:  # A second chance is behind what it stands in for, which goes first.
+                known = (index.ssd[rows] == VALID) & (index.extent[rows, 0] >= self.extents.drives)
+                newer = known & (here.extents[:, 1] > index.extent[rows, 1])
+                wanted = ((index.ssd[rows] == NONE) | newer).nonzero()[0]
                 fits = wanted[self.extents.of_others(here.extents[wanted])]
             else:
                 fits = wanted[self.extents.adopt(here.extents[wanted], group, rows[wanted])]
+            taken += int((index.ssd[rows[fits]] == NONE).sum())
             index.ssd[rows[fits]] = VALID
             index.extent[rows[fits]] = here.extents[fits]
             self.ghosts.back(rows[fits])
             index.remove(added[index.ssd[added] == NONE])
-            taken += len(fits)
         return taken
 
     def clear(self, jobs: Jobs) -> None:

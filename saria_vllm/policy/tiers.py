@@ -164,13 +164,13 @@ class Tiers:
         if job.stale:
             self.jobs.give_back(job, chunks.slots)
         else:
-            index.leases[pick(job.rows)] -= 1
             failed = np.array(sorted(job.failed), np.int64)
             from_ssd = job.extents[failed, 0] >= 0
             bad = job.rows[failed[~from_ssd]]
             assert np.isin(index.dram[bad], (VALID, BAD)).all()
             index.dram[bad] = BAD
             chunks.reads_failed(job.rows[failed[from_ssd]], job.extents[failed[from_ssd]], job.reason, now)
+            index.leases[pick(job.rows)] -= 1  # Only now: what is lost with these would be forgotten twice.
             chunks.settle(job.rows)
         if job.failed or job.stale:
             count(counts, "errors", max(1, len(job.failed)), job.reason or "stale")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from saria_vllm.errors import StorageError
-from saria_vllm.storage import segment_check
+from saria_vllm.storage import directories, segment_check
 from saria_vllm.storage.directories import (
     ENGINE_NAME,
     GENERATION_NAME,
@@ -26,6 +26,7 @@ from saria_vllm.storage.directories import (
     NAMESPACE_NAME,
     PARTS_NAME,
     RANK_NAME,
+    SHARING_NAME,
     TOP_NAME,
     open_directory,
     open_path,
@@ -50,7 +51,7 @@ TEMPORARY_S = 60.0
 
 FOREIGN_NAMED_MAX = 3
 
-_ENDURANCE = re.compile(r"endurance-e(0|[1-9][0-9]{0,5})\.json")
+_ENDURANCE = re.compile(r"endurance-e(0|[1-9][0-9]{0,5})\.(json|lease)")
 _NEW = ".new"
 
 
@@ -102,14 +103,12 @@ class DirectoryCheck:
         with open_path(self._path, (TOP_NAME,)) as top_fd:
             self._owner = os.fstat(top_fd).st_uid
             names = yield from self._names(top_fd, TOP_NAME, _is_top_name)
-            busy: set[int] = set()
             for name in names:
                 if NAMESPACE_NAME.fullmatch(name):
-                    yield from self._inside(top_fd, name, TOP_NAME, lambda fd, at: self._namespace(fd, at, busy))
+                    yield from self._inside(top_fd, name, TOP_NAME, self._namespace)
             for name in names:
                 if not NAMESPACE_NAME.fullmatch(name):
-                    index = int(_ENDURANCE.fullmatch(name.removesuffix(_NEW))[1])  # type: ignore[index]
-                    yield from self._endurance(top_fd, name, index, index in busy)
+                    yield from self._top_file(top_fd, name)
 
     # Directories
 
@@ -165,8 +164,9 @@ class DirectoryCheck:
         for kind, name, record, what, drop in problems:
             yield Finding(kind, os.path.join(at, name), record, what, dropped and drop != segment_check.NOTHING)
 
-    def _namespace(self, fd: int, at: str, busy: set[int]) -> Iterator[Finding]:
+    def _namespace(self, fd: int, at: str) -> Iterator[Finding]:
         self.totals.namespaces += 1
+        busy: set[int] = set()
         names = yield from self._names(fd, at, _is_namespace_name)
         engines = [name for name in names if ENGINE_NAME.fullmatch(name)]
         parts = read_parts(fd, os.path.basename(at))
@@ -179,7 +179,16 @@ class DirectoryCheck:
         if f"{PARTS_NAME}{_NEW}" in names:
             yield from self._temporary(fd, at, f"{PARTS_NAME}{_NEW}", used)
 
-    def _endurance(self, top_fd: int, name: str, index: int, used: bool) -> Iterator[Finding]:
+    def _top_file(self, top_fd: int, name: str) -> Iterator[Finding]:
+        match = _ENDURANCE.fullmatch(name.removesuffix(_NEW))
+        if match is None or match[2] == "lease":
+            yield from self._small_status(top_fd, TOP_NAME, name)
+            return
+        index = int(match[1])
+        try:
+            used = directories.is_leased(top_fd, f"endurance-e{index}.lease")
+        except OSError:
+            used = True  # It cannot be asked.
         if name.endswith(_NEW):
             yield from self._temporary(top_fd, TOP_NAME, name, used)
             return
@@ -253,10 +262,6 @@ class DirectoryCheck:
                 yield from self._inside(fd, name, at, check.run)
 
 
-_Where = tuple[int, int, int]
-"""(sequence, segment, record)"""
-
-
 class _RankCheck:
     """One rank directory, of an engine whose lease we hold (`leased`) or not."""
 
@@ -267,10 +272,6 @@ class _RankCheck:
         self._parent, self._engine_fd, self._leased = parent, engine_fd, leased
         self._namespace, self._engine = engine_at.split("/")[-2:]
         self._sizes, self._generation = record_bytes(parts), generation
-        self._newest: dict[tuple[int, bytes], _Where] = {}
-        """By group and key."""
-        self._twice: list[tuple[_Where, _Where]] = []
-        """Older and newer record of one key."""
 
     def run(self, fd: int, at: str) -> Iterator[Finding]:
         """What is wrong in the directory `fd`, which is called `at`."""
@@ -302,7 +303,6 @@ class _RankCheck:
                 suspects = self._confirmed(fd, suspects, place)
         for view in suspects:
             yield from self._report(fd, at, view)
-        yield from self._duplicates(fd, at, place)
         yield from self._orphans(fd, at, sorted(journals - data))
         yield from self._behind(at, generation_max)
 
@@ -333,19 +333,7 @@ class _RankCheck:
         return confirmed
 
     def _report(self, fd: int, at: str, view: SegmentView) -> Iterator[Finding]:
-        yield from self._found(fd, at, view, view.problems)
-        if view.header is None or self._generation is None:
-            return
-        for record, entry in view.live.items():
-            key, mine = (view.header.group, entry.key), (entry.sequence, view.segment, record)
-            other = self._newest.setdefault(key, mine)
-            if other != mine:
-                newer, older = max(mine, other), min(mine, other)
-                self._newest[key] = newer
-                self._twice.append((older, newer))
-
-    def _found(self, fd: int, at: str, view: SegmentView, problems: list[Problem]) -> Iterator[Finding]:
-        dropped = False
+        dropped, problems = False, view.problems
         if problems and self._leased:
             try:
                 segment_check.drop(fd, view, problems)
@@ -354,20 +342,6 @@ class _RankCheck:
                 what = f"could not be dropped: {error.strerror or error}"
                 yield Finding("unreadable", f"{at}/{data_name(view.segment)}", None, what, False)
         yield from self._parent._plain(at, problems, dropped)
-
-    def _duplicates(self, fd: int, at: str, place: Place) -> Iterator[Finding]:
-        """Of two records with one key the older is of no use. Both are looked at again: they may have gone."""
-        for segment in sorted({older[1] for older, _ in self._twice}):
-            view = segment_check.look(fd, segment, place)
-            if view is None:
-                continue
-            problems = []
-            for (sequence, at_segment, record), (_, other, at_record) in self._twice:
-                entry = view.live.get(record) if at_segment == segment else None
-                if entry is not None and entry.sequence == sequence:
-                    what = f"its key is in record {at_record} of {data_name(other)}, too, and newer"
-                    problems.append(Problem("duplicate", data_name(segment), record, what, segment_check.RECORD))
-            yield from self._found(fd, at, view, problems)
 
     def _orphans(self, fd: int, at: str, segments: list[int]) -> Iterator[Finding]:
         """Journals without data. An engine makes data first and removes them first."""
@@ -462,7 +436,7 @@ def _segment(name: str, kind: str) -> int | None:
 
 
 def _is_top_name(name: str) -> bool:
-    return bool(NAMESPACE_NAME.fullmatch(name) or _ENDURANCE.fullmatch(name.removesuffix(_NEW)))
+    return name == SHARING_NAME or bool(NAMESPACE_NAME.fullmatch(name) or _ENDURANCE.fullmatch(name.removesuffix(_NEW)))
 
 
 def _is_namespace_name(name: str) -> bool:

@@ -286,11 +286,6 @@ def damaged_generation(place: Place) -> Found:
     return [("generation", "generation", None)]
 
 
-def damaged_generation_beside_a_key_twice(place: Place) -> Found:
-    key_twice(place)  # Which of the two counts is not known.
-    return damaged_generation(place)
-
-
 def no_generation(place: Place) -> Found:
     (place.engine / "generation").unlink()
     return [("generation", "generation", None)]
@@ -338,11 +333,11 @@ def temporary_files(place: Place) -> Found:
     return found
 
 
-def key_twice(place: Place) -> Found:
+def key_twice(place: Place) -> None:
+    """As a second chance leaves it."""
     engine = LiveEngine([str(place.root)])
     engine.write(b"0-0-4", Extent(0, 5, 0))
     engine.directory.release()
-    return [("duplicate", "r0/" + data_name(0), 4)]
 
 
 def rank_is_a_symlink(place: Place) -> Found:
@@ -388,11 +383,11 @@ DROPPED = [
     torn_write, flipped_header, no_header, empty_file, cut_file, long_file, renamed_file, file_of_another_rank,
     other_format_version, unknown_group, size_of_another_group, huge_counts, flipped_index, no_index, no_journal,
     torn_journal, flipped_journal, endless_journal, orphan_journal, data_is_a_symlink, data_is_a_fifo, data_is_a_socket,
-    damaged_parts, endless_parts, damaged_endurance, temporary_files, key_twice,
+    damaged_parts, endless_parts, damaged_endurance, temporary_files,
 ]  # fmt: skip
 KEPT = [
     data_is_a_directory, journal_is_a_fifo, open_mode, open_small_files, open_directories, foreign_files, no_lease,
-    lease_is_a_symlink, damaged_generation, damaged_generation_beside_a_key_twice, no_generation,
+    lease_is_a_symlink, damaged_generation, no_generation,
     generation_of_before, no_parts, rank_is_a_symlink,
     engine_is_a_symlink, namespace_is_a_file, other_user, other_users_rank, namespace_of_another_version,
 ]  # fmt: skip

@@ -178,6 +178,7 @@ def test_nixl() -> None:
 def test_kvikio() -> None:
     says(doctor_checks.kvikio(answer("25.10\n")), "ok", "25.10")
     says(doctor_checks.kvikio(lacks("kvikio")), "ok", "optional")
+    says(doctor_checks.kvikio(lacks("kvikio"), needed=True), "bad", "pip install")
     assert doctor_checks.kvikio(answer(err="no answer within 120 s", status=None)).status == "warn"
     assert "status -11" in doctor_checks.kvikio(answer(status=-11)).found
 

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from damage import DROPPED, KEPT, Found, Place, damaged_parts, endless_parts, key_twice, offset_of, patch
-from live_engine import NAME, SHAPES, LiveEngine, end, start
+from live_engine import NAME, PARTS, SHAPES, LiveEngine, end, start
 from saria_vllm.cli import main
 from saria_vllm.storage import checking, segment_check
+from saria_vllm.storage.namespace import EngineDirectory
+from saria_vllm.storage.reclaim import share_capacity
 from saria_vllm.storage.recovery import data_name, journal_name
-from saria_vllm.storage.wear import write_state
+from saria_vllm.storage.wear import lease_state, write_state
 
 GOOD = 12 + 4 + 3
 """Records of the healthy directory: segment 0 of group 0 and 1 of group 1 sealed, 2 open when its engine died."""
@@ -92,11 +94,38 @@ def test_damage_is_found_and_only_what_is_bad_is_dropped(
     status, after = fsck(capsys, place.root)
     gone = damage in (damaged_parts, endless_parts)  # The next engine writes it again.
     assert found_in(after) == ([("parts", f"saria/{NAME}/namespace.json", None)] if gone else [])
-    assert after["records"] == found["records"] - (damage is key_twice)
+    assert after["records"] == found["records"]
     engine = LiveEngine([str(place.root)])
     assert len(engine.found) == after["records"]
     engine.close()
     assert fsck(capsys, place.root)[0] == 0
+
+
+def test_what_engines_share_and_what_a_second_chance_leaves_is_no_damage(
+    capsys: pytest.CaptureFixture[str], place: Place
+) -> None:
+    directory = EngineDirectory.claim([str(place.root)], NAME, PARTS, 0)
+    share_capacity([str(place.root)], directory, 1 << 30)
+    lease = lease_state(str(place.root), 3)[1]
+    key_twice(place)
+    for options in ((), ("--drop-bad",)):
+        status, report = fsck(capsys, place.root, *options)
+        assert (status, report["findings"], report["records"]) == (0, [], GOOD + 1)
+    directory.release()
+    os.close(lease)
+    assert fsck(capsys, place.root, "--drop-bad")[0] == 0
+
+
+def test_what_a_living_engine_wrote_is_not_dropped_whatever_its_directory(
+    capsys: pytest.CaptureFixture[str], place: Place
+) -> None:
+    state = place.top / "endurance-e0.json"
+    patch(state, 3)
+    lease = lease_state(str(place.root), 0)[1]
+    status, report = fsck(capsys, place.root, "--drop-bad")
+    assert (status, found_in(report), report["dropped"]) == (1, [("endurance", "saria/endurance-e0.json", None)], 0)
+    os.close(lease)
+    assert fsck(capsys, place.root, "--drop-bad")[1]["dropped"] == 1 and not state.exists()
 
 
 def test_a_healthy_directory_is_silent_and_untouched(capsys: pytest.CaptureFixture[str], place: Place) -> None:

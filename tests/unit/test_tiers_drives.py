@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from saria_vllm.config import AdmissionConfig
-from tier_steps import KEYS, end, evict_all, make_tiers, match, plan_load, plan_store, store, tier_tokens
+from tier_steps import KEYS, end, evict_all, make_tiers, match, on_ssd, plan_load, plan_store, store, tier_tokens
 
 
 def test_what_is_on_a_drive_that_is_not_read_is_stored_again() -> None:
@@ -79,3 +79,11 @@ def test_a_full_drive_gives_up_the_oldest_and_keeps_what_was_written() -> None:
     assert match(tiers, [b"z"], 0, 1) == 1
     counts = tiers.take_counts()
     assert (counts["drive_errors:0"], counts["drive_pauses:0"], counts["retired_chunks"]) == (1, 1, 2)
+
+
+def test_failed_reads_of_more_chunks_than_are_remembered_forget_each_once() -> None:
+    tiers = make_tiers(records=4, ghosts_max=1)
+    on_ssd(tiers, KEYS[:4])
+    end(tiers, plan_load(tiers, KEYS[:4]), failed=(0,), reason="read_failed")
+    assert match(tiers, KEYS, 0, 4) == 0
+    assert len(tiers.chunks.index) == 1

@@ -128,6 +128,34 @@ def test_on_a_drive_that_is_left_out_nothing_is_anothers() -> None:
     assert [match(tiers, [key], 0, 1) for key in KEYS[:2]] == [1, 0]
 
 
+def test_of_two_copies_of_one_engine_the_newer_counts_for_the_older_goes_first() -> None:
+    for order in ((3, 7), (7, 3)):
+        tiers = make_tiers()
+        for segment in order:
+            adopt(tiers, KEYS[:2], segment=segment)
+        load = plan_load(tiers, KEYS[:2])
+        go(tiers, 3)
+        assert match(tiers, KEYS, 0, 2) == 2
+        assert [item.extent for item in load.items] == [Extent(FOREIGN, 7, record) for record in range(2)]
+        end(tiers, load)
+        assert tiers.take_counts()["shared_chunks"] == 2
+    tiers = make_tiers()
+    tiers.adopt_others([*sealed(KEYS[:2]), *sealed(KEYS[:2], segment=7)], [])
+    go(tiers, 3)
+    assert match(tiers, KEYS, 0, 2) == 2
+
+
+def test_what_others_have_on_a_drive_that_is_lost_is_lost_too_and_may_be_written_elsewhere() -> None:
+    tiers = make_tiers(drives=2)
+    adopt(tiers, KEYS[:1], drive=4)
+    adopt(tiers, KEYS[1:2], drive=5)
+    tiers.chunks.drive_failed(np.array([[0, 0, 0]], np.int32), "vanished", 0.0)
+    tiers.check()
+    assert [match(tiers, [key], 0, 1) for key in KEYS[:2]] == [0, 1]
+    on_ssd(tiers, KEYS[:1])
+    assert plan_load(tiers, KEYS[:1]).items[0].extent == Extent(1, 0, 0)
+
+
 def test_a_reset_forgets_what_others_have_and_loads_of_it_end_as_stale() -> None:
     tiers = make_tiers()
     adopt(tiers, KEYS[:2])
