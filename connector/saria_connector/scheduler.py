@@ -250,16 +250,16 @@ class SchedulerSide:
 
     def _plan_stores(self, scheduler_output: Any) -> None:
         block_state = scheduler_output.kv_connector_block_state
-        chunk_tokens = self._chunk_tokens
+        requests, chunk_tokens = self._requests, self._chunk_tokens
         for request_id in scheduler_output.num_scheduled_tokens:
-            state = self._requests.get(request_id)
+            state = requests.get(request_id)
             if state is None:
                 continue
             if not state.scheduled:
                 # In its first step a hit in HBM may be on blocks that another request of this step has yet to write.
                 state.scheduled = True
                 continue
-            if state.no_store or state.request.num_computed_tokens < (state.stored + 1) * chunk_tokens:
+            if state.request.num_computed_tokens < (state.stored + 1) * chunk_tokens or state.no_store:
                 continue
             confirmed = compat.confirmed_tokens(state.request)
             if confirmed < (state.stored + 1) * chunk_tokens:
