@@ -93,7 +93,10 @@ class Rig:
         assert len(set(self.right)) == len(self.prompts), "answers do not tell prompts apart"
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
+SLOW = ("mla",)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in KINDS])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     rig = Rig(KINDS[request.param], tmp_path_factory.mktemp(request.param))
     rig.learn()
