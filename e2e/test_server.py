@@ -80,6 +80,7 @@ def test_an_answer_that_breaks_off_is_a_dead_server(tmp_path, path):
 def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # A background job ignores it.\n"
         "from pathlib import Path; from server import Server\n"
         f"with Server('m', log=Path({str(tmp_path / 's.log')!r}), launcher=('-c', {SHARED!r})) as server:\n"
         "    print(server.pids()[0], flush=True); import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
