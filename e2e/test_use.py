@@ -73,7 +73,7 @@ REFUSED = {
 }
 
 
-SLOW = ("sliding windows",)
+SLOW = ("sliding windows", "size without a unit")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in REFUSED])
