@@ -28,6 +28,7 @@ from saria_vllm.storage.directories import (
     RANK_NAME,
     SHARING_NAME,
     TOP_NAME,
+    is_leased,
     open_directory,
     open_path,
     open_regular,
@@ -36,7 +37,6 @@ from saria_vllm.storage.directories import (
 )
 from saria_vllm.storage.drives import PROBE_NAME
 from saria_vllm.storage.format import FORMAT_VERSION
-from saria_vllm.storage.leases import is_leased
 from saria_vllm.storage.namespace import namespace_name, parse_generation, store_id
 from saria_vllm.storage.recovery import data_name, journal_name, segment_of_name
 from saria_vllm.storage.segment_check import Place, Problem, SegmentView

@@ -140,14 +140,17 @@ def try_lease(directory_fd: int, name: str = LEASE_NAME) -> int | None:
 
 
 def is_leased(directory_fd: int, name: str = LEASE_NAME) -> bool:
-    """Whether somebody living holds the lease. Takes nothing, but for an instant in which nobody else can.
+    """Whether somebody living holds the lease. Asking takes a shared lock for an instant: who wants the lease just then
+    tries again.
 
     Raises:
-        OSError: as from `open_regular` or flock(2).
+        OSError: the lease cannot be opened, but for its being missing or no regular file: nobody can hold that.
     """
     try:
         fd = open_regular(name, os.O_RDONLY, directory_fd)
-    except FileNotFoundError:
+    except PermissionError:
+        raise
+    except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -156,6 +159,23 @@ def is_leased(directory_fd: int, name: str = LEASE_NAME) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def lease_holders(engine_fd: int, proc: str = "/proc") -> list[int]:
+    """Process ids that the kernel names for a lease: none where it does not know them, as those of another container.
+
+    Raises:
+        OSError: the lease or the list of locks cannot be read.
+    """
+    status = os.stat(LEASE_NAME, dir_fd=engine_fd, follow_symlinks=False)
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    found = []
+    with open(f"{proc}/locks", encoding="ascii") as lines:
+        for line in lines:
+            words = line.split()
+            if len(words) >= 6 and words[1] == "FLOCK" and words[5] == file and words[4].isdecimal():
+                found.append(int(words[4]))
+    return sorted({pid for pid in found if pid > 0})
 
 
 @contextmanager

@@ -17,12 +17,13 @@ from saria_vllm.storage.directories import (
     NAMESPACE_NAME,
     RANK_NAME,
     TOP_NAME,
+    is_leased,
+    lease_holders,
     names_in,
     open_path,
     read_small,
 )
 from saria_vllm.storage.format import FORMAT_VERSION
-from saria_vllm.storage.leases import is_leased, lease_holders
 from saria_vllm.storage.namespace import parse_generation, store_id
 from saria_vllm.storage.reclaim import usage
 from saria_vllm.storage.recovery import segment_of_name

@@ -19,7 +19,7 @@ from saria_vllm.cli import inspect as inspecting
 from saria_vllm.cli.inspect import ago, parse_age, wear
 from saria_vllm.policy.endurance import DAY_S, Governor
 from saria_vllm.storage import format as fmt
-from saria_vllm.storage.leases import lease_holders
+from saria_vllm.storage.directories import lease_holders
 from saria_vllm.storage.namespace import namespace_name
 from saria_vllm.storage.recovery import data_name
 from saria_vllm.storage.wear import device_bytes, write_state
