@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,8 +56,8 @@ class RequestState:
     """What we remember of a request between vLLM's calls."""
 
     __slots__ = (
-        "arrived", "asked_computed", "hints", "hit_end", "load_failures", "no_store", "prefix", "request", "retried",
-        "scheduled", "sources", "stored", "wait_until", "wrong_hints",
+        "arrived", "asked_computed", "due_tokens", "hints", "hit_end", "load_failures", "no_store", "prefix", "request",
+        "retried", "scheduled", "sources", "stored", "wait_until", "wrong_hints",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -71,6 +72,8 @@ class RequestState:
         """Chunks that were reused, from HBM or a tier."""
         self.stored = 0
         """Chunks that need no more looking at for storing."""
+        self.due_tokens = 0
+        """Computed tokens from which on a step looks at this request: most steps complete no chunk of most requests."""
         self.sources = (0, 0)
         """Tokens of the last hit by (DRAM, SSD)."""
         self.load_failures = 0
@@ -212,7 +215,7 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, external: int) -> bool:
         """vLLM allocated blocks for a hit that was offered; with `external` 0 there is nothing to load."""
         state = self._state(request)
-        state.scheduled, state.retried, state.wait_until = False, False, 0.0
+        state.scheduled, state.retried, state.wait_until, state.due_tokens = False, False, 0.0, 0
         if not state.arrived:
             state.arrived = True
             self.tiers.arrived(self._prefix(state), state.hit_end, self._clock(), state.hints)
@@ -250,21 +253,18 @@ class SchedulerSide:
 
     def _plan_stores(self, scheduler_output: Any) -> None:
         block_state = scheduler_output.kv_connector_block_state
-        requests, chunk_tokens = self._requests, self._chunk_tokens
-        for request_id in scheduler_output.num_scheduled_tokens:
-            state = requests.get(request_id)
-            if state is None:
+        for state in map(self._requests.get, scheduler_output.num_scheduled_tokens):
+            if state is None or state.request.num_computed_tokens < state.due_tokens:
                 continue
             if not state.scheduled:
                 # In its first step a hit in HBM may be on blocks that another request of this step has yet to write.
                 state.scheduled = True
                 continue
-            if state.request.num_computed_tokens < (state.stored + 1) * chunk_tokens or state.no_store:
-                continue
+            state.due_tokens = sys.maxsize if state.no_store else (state.stored + 1) * self._chunk_tokens
             confirmed = compat.confirmed_tokens(state.request)
-            if confirmed < (state.stored + 1) * chunk_tokens:
+            if confirmed < state.due_tokens:
                 continue
-            tables = block_state.get_block_ids(request_id)
+            tables = block_state.get_block_ids(state.request.request_id)
             if tables is not None:
                 self._store(state, confirmed, tables)
 
@@ -420,7 +420,7 @@ class SchedulerSide:
             visit, state.prefix = state.prefix.visit, Prefix()
             state.prefix.visit = visit
             keys = state.prefix.keys
-            state.stored = state.hit_end = 0
+            state.stored = state.hit_end = state.due_tokens = 0
         for position in range(len(keys), len(hashes)):
             keys.append(hashes[position])
         return state.prefix

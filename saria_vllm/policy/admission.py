@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.policy.hints import Hints
-from saria_vllm.policy.index import NONE, ChunkIndex, Mask, Rows, pick
+from saria_vllm.policy.index import NONE, ChunkIndex, Mask, Rows
 from saria_vllm.policy.returns import Returns
 
 
@@ -153,10 +153,10 @@ class Return(Unlearned):
     def arrived(self, index: ChunkIndex, rows: Rows, now: float, hints: Hints) -> int:
         unknown = (rows < 0).nonzero()[0]
         known = int(unknown[0]) if unknown.size else len(rows)
-        present = pick(rows[rows >= 0] if unknown.size else rows)
+        present = rows[rows >= 0] if unknown.size else rows
         returned: dict[int, int] = {}
         bursts = index.burst[present]
-        if bursts.any():
+        if np.count_nonzero(bursts):
             numbers, counts = np.unique(bursts[(bursts > 0) & (index.dram[present] == NONE)], return_counts=True)
             returned = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
             index.burst[present] = 0
@@ -164,8 +164,8 @@ class Return(Unlearned):
         mine = self.returns.last_visit(hints.session) if hints.session else 0
         # Who touches a chunk touches all before it: those of the session's visit before were touched then or later.
         kept = int((index.visit[rows[:known]] >= mine).sum()) if mine else 0
-        absent = index.ssd[pick(rows[:known]) if unknown.size else present] == NONE
-        on_ssd = int(absent.argmax()) if absent.any() else known
+        absent = index.ssd[rows[:known]] == NONE
+        on_ssd = int(absent.argmax()) if np.count_nonzero(absent) else known
         return self.returns.visit(len(rows), known, last, returned, now, hints, kept, on_ssd)
 
     def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:

@@ -15,7 +15,7 @@ import numpy as np
 from saria_vllm.metrics import DRIVE_ERRORS, Counts, count
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.ghosts import Ghosts
-from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Mask, Prefix, Rows, pick
+from saria_vllm.policy.index import BAD, BUSY, NONE, VALID, ChunkIndex, Column, Mask, Prefix, Rows
 from saria_vllm.policy.jobs import Jobs
 from saria_vllm.policy.recency import Recency
 from saria_vllm.policy.slots import SlotAllocator
@@ -37,12 +37,11 @@ class Chunks:
 
     def touch(self, group: int, rows: Rows, depths: Column, now: float) -> None:
         """Rows of one prefix, parents first, become the most recent."""
-        index, picked = self.index, pick(rows)
+        index = self.index
         self._epoch += 1
-        index.epoch[picked] = self._epoch
-        index.depth[picked] = depths
-        index.touched[picked] = now
-        self.recency[group].begin(self._epoch, rows[index.dram[picked] != NONE][::-1])
+        index.put_order(rows, self._epoch, depths)
+        index.touched[rows] = now
+        self.recency[group].begin(self._epoch, rows[index.dram[rows] != NONE][::-1])
 
     def fill(self, group: int, prefix: Prefix, positions: Column, slots: Ints, now: float) -> Rows:
         """Chunks that no tier holds are being stored in these slots. Returns their rows.
@@ -77,10 +76,10 @@ class Chunks:
 
     def settle(self, rows: Rows) -> None:
         """After a change: free what was found unreadable, make ghosts of what no tier holds any more."""
-        index, picked = self.index, pick(rows)
-        if (index.dram[picked] == VALID).all():
+        index = self.index
+        if (index.dram[rows] == VALID).all():
             return
-        rows = rows[index.leases[picked] == 0]
+        rows = rows[index.leases[rows] == 0]
         bad = rows[(index.dram[rows] == BAD) & (index.ssd[rows] != BUSY)]
         if bad.size:
             self.drop_dram(bad)
@@ -90,7 +89,7 @@ class Chunks:
 
     def drop_dram(self, rows: Rows) -> None:
         index = self.index
-        slots = index.slot[rows]
+        slots = index.slots(rows)
         if len(self.recency) == 1:
             self.slots.give_back(0, slots)
         else:
@@ -173,7 +172,7 @@ class Chunks:
 
     def _lose(self, there: Mask) -> None:
         """Other engines' records of these rows are of no use any more."""
-        rows = there.nonzero()[0].astype(np.int32)
+        rows = there.nonzero()[0]
         self.clear_ssd(rows)
         self.settle(rows)
 
@@ -185,7 +184,7 @@ class Chunks:
         if index.ssd[row] == VALID and bad == here:
             assert self.extents is not None
             self.extents.forget(bad)
-            self.clear_ssd(np.array([row], np.int32))
+            self.clear_ssd(np.array([row], np.intp))
 
     def adopt(self, found: FoundChunks, others: bool = False) -> int:
         """Index chunks found on SSD, in our segments or in others'; those that are there already or do not fit are
@@ -224,7 +223,7 @@ class Chunks:
         """Forget everything; slots and segments that stale jobs use stay taken until these end."""
         index = self.index
         for group, rows in enumerate(index.rows):
-            live = np.array(list(rows.values()), np.int32)
+            live = np.array(list(rows.values()), np.intp)
             live = live[index.dram[live] != NONE]
             slots = index.slot[live]
             free = [(group, slab, cell) not in jobs.orphans for slab, cell in slots.tolist()]
@@ -242,7 +241,7 @@ class Chunks:
         """Assert the invariants; for tests, linear in the number of chunks."""
         index = self.index
         index.check()
-        live = np.array([row for rows in index.rows for row in rows.values()], np.int32)
+        live = np.array([row for rows in index.rows for row in rows.values()], np.intp)
         assert len(self.ghosts) == int((index.ghost[live] != 0).sum())
         for group in range(len(self.recency)):
             mine = live[index.group[live] == group]

@@ -96,7 +96,7 @@ class Evictor:
             mine = list(itertools.islice(waiting, self._queue_room(group)))
             for row in mine:
                 del self._wanted[row]
-            rows = np.array(mine, np.int32)
+            rows = np.array(mine, np.intp)
             rows = rows[(index.dram[rows] == VALID) & (index.ssd[rows] == NONE)]
             reasons = self._admission.kept(index, rows)
             if reasons is not None and rows.size:
@@ -285,7 +285,7 @@ class Evictor:
     def _persist_job(self, group: int, rows: Rows, extents: Ints) -> PersistJob:
         index = self._chunks.index
         job_id, job = self._jobs.begin("persist")
-        slots = index.slot[rows]
+        slots = index.slots(rows)
         job.add(rows, slots, extents)
         self._under_way(job, self._shapes[group].record_bytes)
         numbers = rows.tolist()

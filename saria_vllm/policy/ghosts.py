@@ -28,7 +28,7 @@ class Ghosts:
             return NO_ROWS
         self._number += 1
         self._index.ghost[rows] = self._number
-        self._queue.append((self._number, rows))
+        self._queue.append((self._number, rows.astype(np.int32)))
         self._count += len(rows)
         self._queued += len(rows)
         if self._queued > 2 * self._count + (1 << 16):
@@ -45,7 +45,7 @@ class Ghosts:
                 old = old[:over]
             self._count -= len(old)
             forgotten.append(old)
-        return np.concatenate(forgotten) if forgotten else NO_ROWS
+        return np.concatenate(forgotten).astype(np.intp) if forgotten else NO_ROWS
 
     def back(self, rows: Rows) -> None:
         """Rows that a tier holds again; those that were no ghosts stay as they are."""

@@ -22,23 +22,28 @@ NONE, BUSY, VALID, BAD = 0, 1, 2, 3
 offered again, its slot freed when no job uses it."""
 
 Column = npt.NDArray[np.integer]
-Rows = Ints
+Rows = Column
+"""Row numbers, of the type with which numpy indexes, `intp`: any other is made into it at each use. Where many are kept
+they have 32 bits."""
 Mask = npt.NDArray[np.bool_]
 
-NO_ROWS: Rows = np.empty(0, np.int32)
+NO_ROWS: Rows = np.empty(0, np.intp)
 
 _STRIDE = 64
 """Every so many keys of a prefix are looked up, as long as the chunks between lie in a row."""
 
-_COLUMNS: dict[str, tuple[type[np.number], int]] = {
-    "group": (np.uint8, 0), "dram": (np.uint8, NONE), "ssd": (np.uint8, NONE), "evicting": (np.uint8, 0),
-    "slot": (np.int32, -1), "extent": (np.int32, -1),
-    "leases": (np.int16, 0), "evictions": (np.uint8, 0), "reuses": (np.uint16, 0),
-    "epoch": (np.int32, 0), "depth": (np.int32, 0), "ghost": (np.int32, 0), "uses": (np.int32, 0),
-    "chained": (np.uint8, 0), "touched": (np.float32, 0), "entered": (np.float32, 0), "visit": (np.int32, 0),
-    "burst": (np.int32, 0), "promoted": (np.uint8, 0), "again": (np.uint8, 0),
-}  # fmt: skip
-_WIDTH = {"slot": 2, "extent": 3}
+_ROW = np.dtype(
+    [
+        ("slot", np.int32, 2), ("depth", np.int32), ("epoch", np.int32), ("extent", np.int32, 3), ("visit", np.int32),
+        ("touched", np.float32), ("dram", np.uint8), ("ssd", np.uint8), ("leases", np.int16), ("reuses", np.uint16),
+        ("promoted", np.uint8), ("evicting", np.uint8), ("burst", np.int32), ("uses", np.int32),
+        ("group", np.uint8), ("again", np.uint8), ("evictions", np.uint8), ("chained", np.uint8),
+        ("ghost", np.int32), ("entered", np.float32),
+    ]
+)  # fmt: skip
+"""A row in 64 bytes, one line of a CPU's cache: what a plan costs is waiting for memory, and it needs most of a row."""
+_EMPTY = np.zeros(1, _ROW)
+_EMPTY["slot"] = _EMPTY["extent"] = -1
 
 
 class Prefix:
@@ -68,18 +73,6 @@ class Prefix:
         self.uses = [uses[:end] for uses in self.uses]
 
 
-def pick(rows: Rows) -> Rows | slice:
-    """What selects these rows of a column. Those of a prefix mostly lie in a row: numpy reads a slice much faster."""
-    count = len(rows)
-    if count and 0 <= rows[0] == rows[-1] - count + 1 and (rows[1:] > rows[:-1]).all():
-        return slice(int(rows[0]), int(rows[0]) + count)
-    return rows.astype(np.intp)  # Else each use would do it.
-
-
-def _shape(name: str, rows: int) -> tuple[int, ...]:
-    return (rows, _WIDTH[name]) if name in _WIDTH else (rows,)
-
-
 class ChunkIndex:
     """Rows by (group, key). Invariants: `check`."""
 
@@ -89,7 +82,7 @@ class ChunkIndex:
     evicting: Column
     """1 while a persist runs whose end frees the slot."""
     slot: Ints
-    """(slab, cell), -1 for none."""
+    """(slab, cell), -1 for none; `slots` reads them faster."""
     extent: Ints
     """(drive, segment, record), -1 for none."""
     leases: Column
@@ -126,8 +119,8 @@ class ChunkIndex:
         self._free: list[int] = []
         self._version = 0
         """Grows when a row is given to a chunk or taken from it."""
-        for name, (dtype, _) in _COLUMNS.items():
-            setattr(self, name, np.zeros(_shape(name, rows), dtype))
+        self._table = np.zeros(0, _ROW)
+        self._grow(rows)
 
     def __len__(self) -> int:
         return sum(map(len, self.rows))
@@ -145,7 +138,7 @@ class ChunkIndex:
         ends = self.find_each(group, [keys[p] for p in samples.tolist()])
         lengths = np.diff(samples)
         rows = np.repeat(ends[:-1], lengths) + (np.arange(count - 1) - np.repeat(samples[:-1], lengths))
-        rows = np.append(rows, ends[-1]).astype(np.int32)
+        rows = np.append(rows, ends[-1])
         runs = (ends[:-1] >= 0) & (np.diff(ends) == lengths)
         inside = np.where(np.repeat(runs, lengths), rows[1:], 0)
         runs &= np.minimum.reduceat(self.chained[inside], samples[:-1]) == 1
@@ -157,14 +150,14 @@ class ChunkIndex:
     def find_each(self, group: int, keys: Sequence[bytes]) -> Rows:
         """Rows of any keys, -1 where there is none."""
         if not self.rows[group]:
-            return np.full(len(keys), -1, np.int32)
-        return np.fromiter(map(self.rows[group].get, keys, itertools.repeat(-1)), np.int32, len(keys))
+            return np.full(len(keys), -1, np.intp)
+        return np.fromiter(map(self.rows[group].get, keys, itertools.repeat(-1)), np.intp, len(keys))
 
     def locate(self, prefix: Prefix, first: int, end: int) -> list[Rows]:
         """By group: rows of the prefix's chunks first..end, -1 where there is none. Looks up only what it must."""
         if not prefix.rows:
             prefix.rows = [NO_ROWS] * len(self.rows)
-            prefix.uses = [NO_ROWS] * len(self.rows)
+            prefix.uses = [np.empty(0, np.int32)] * len(self.rows)
         version, low, high = prefix.located
         if version == self._version and low <= first and end <= high:
             return [rows[first:end] for rows in prefix.rows]
@@ -173,10 +166,10 @@ class ChunkIndex:
         for group in range(len(self.rows)):
             more = end - len(prefix.rows[group])
             if more > 0:
-                prefix.rows[group] = np.concatenate((prefix.rows[group], np.full(more, -1, np.int32)))
+                prefix.rows[group] = np.concatenate((prefix.rows[group], np.full(more, -1, np.intp)))
                 prefix.uses[group] = np.concatenate((prefix.uses[group], np.zeros(more, np.int32)))
             rows, uses = prefix.rows[group][first:end], prefix.uses[group][first:end]
-            stale = ((rows < 0) | (self.uses[pick(rows)] != uses)).nonzero()[0]
+            stale = ((rows < 0) | (self.uses[rows] != uses)).nonzero()[0]
             if stale.size:
                 low, high = int(stale[0]), int(stale[-1]) + 1
                 found = self.find(group, prefix.keys[first + low : first + high])
@@ -205,7 +198,7 @@ class ChunkIndex:
         before = len(known)
         known.update(zip(keys, itertools.chain(reused, range(size, end)), strict=True))
         assert len(known) == before + count, "a chunk was known already"
-        rows = np.concatenate((np.array(reused, np.int32), np.arange(size, end, dtype=np.int32)))
+        rows: Rows = np.concatenate((np.array(reused, np.intp), np.arange(size, end)))
         self.group[rows] = group
         above = [self.key[row - 1] for row in reused] + (self.key[size - 1 : -1] if size else [b"", *self.key[:-1]])
         follows = np.fromiter(map(operator.eq, parents, above), np.bool_, count)
@@ -215,11 +208,14 @@ class ChunkIndex:
 
     def _grow(self, size: int) -> None:
         """Rows beyond the last one cost address space alone: the memory of zeros is taken when it is written."""
-        for name, (dtype, _) in _COLUMNS.items():
-            old = getattr(self, name)
-            column = np.zeros(_shape(name, size), dtype)
-            column[: len(old)] = old
-            setattr(self, name, column)
+        table = np.zeros(size, _ROW)
+        table[: len(self._table)] = self._table
+        self._table = table
+        for name in _ROW.names or ():
+            setattr(self, name, table[name])
+        # Two numbers side by side are one to numpy, which has no fast way for pairs.
+        pairs = table.view(np.int64).reshape(size, -1)
+        self._slots, self._order = pairs[:, 0], pairs[:, 1]
 
     def remove(self, rows: Rows) -> None:
         """Forget rows that no tier and no job uses."""
@@ -231,18 +227,26 @@ class ChunkIndex:
         for row, group in zip(numbers, self.group[rows].tolist(), strict=True):
             del self.rows[group][self.key[row]]
             self.key[row] = self.parent[row] = b""
-        for name, (_, empty) in _COLUMNS.items():
-            if name != "uses":
-                getattr(self, name)[rows] = empty
-        self.uses[rows] += 1
+        uses = self.uses[rows] + 1
+        self._table[rows] = _EMPTY
+        self.uses[rows] = uses
         self.chained[np.minimum(rows + 1, len(self.chained) - 1)] = 0
         self._free.extend(numbers)
 
     def clear(self) -> None:
         """Forget everything, also what tiers hold and jobs use."""
-        live = np.array([row for rows in self.rows for row in rows.values()], np.int32)
+        live = np.array([row for rows in self.rows for row in rows.values()], np.intp)
         self.dram[live], self.ssd[live], self.leases[live] = NONE, NONE, 0
         self.remove(live)
+
+    def put_order(self, rows: Rows, epoch: int, depths: Column) -> None:
+        """Write the columns `epoch` and `depth`."""
+        self._order[rows] = depths + (epoch << 32)
+
+    def slots(self, rows: Rows) -> Ints:
+        """Of these rows: (rows, 2)."""
+        slots: Ints = self._slots[rows].view(np.int32).reshape(-1, 2)
+        return slots
 
     def evictable(self, rows: Rows) -> Mask:
         """Whether DRAM may drop them: valid, without leases and not being evicted already."""

@@ -73,7 +73,7 @@ class Jobs:
             if job.stale:
                 continue
             job.stale = True
-            job.rows = index.group[job.rows].astype(np.int32)
+            job.rows = index.group[job.rows].astype(np.intp)
             for place in _places(job):
                 self.orphans[place] = self.orphans.get(place, 0) + 1
 

@@ -26,7 +26,7 @@ class Recency:
 
     def put(self, rows: Rows) -> None:
         """Enter rows under the epoch and depth that their columns say."""
-        epochs = self._index.epoch[rows]
+        epochs, rows = self._index.epoch[rows], rows.astype(np.int32)
         if not rows.size:
             return
         if epochs[0] == epochs[-1] and (epochs == epochs[0]).all():
@@ -38,8 +38,8 @@ class Recency:
     def begin(self, epoch: int, rows: Rows) -> None:
         """Enter rows of a new epoch, each once, the deepest first."""
         if rows.size:
-            self._epochs[epoch] = [rows]
-            self._entered(rows)
+            self._epochs[epoch] = [rows.astype(np.int32)]
+            self._entered(len(rows))
 
     def _put(self, epoch: int, rows: Rows) -> None:
         present = self._epochs.get(epoch)
@@ -50,10 +50,10 @@ class Recency:
             self._epochs[epoch] = [self._sorted(rows)]
             if epoch < last:
                 self._epochs = dict(sorted(self._epochs.items()))
-        self._entered(rows)
+        self._entered(len(rows))
 
-    def _entered(self, rows: Rows) -> None:
-        self._entries += len(rows)
+    def _entered(self, entries: int) -> None:
+        self._entries += entries
         if self._entries > self._entries_max:
             self._compact()
 
@@ -102,7 +102,7 @@ class Recency:
                 gone.append(epoch)
         for epoch in gone:
             del self._epochs[epoch]
-        return np.concatenate(chosen) if chosen else NO_ROWS
+        return np.concatenate(chosen).astype(np.intp) if chosen else NO_ROWS
 
     def _compact(self) -> None:
         """Drop entries that no longer hold: there are never many more of them than of those that do."""

@@ -19,7 +19,7 @@ from saria_vllm.policy.chunks import Chunks
 from saria_vllm.policy.eviction import Evictor
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.hints import NO_HINTS, Hints
-from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Prefix, Rows, pick
+from saria_vllm.policy.index import BAD, BUSY, NO_ROWS, NONE, VALID, Mask, Prefix, Rows
 from saria_vllm.policy.jobs import Job, Jobs
 from saria_vllm.policy.promotion import Promotion, chunks_to_promote
 from saria_vllm.policy.slots import SlotAllocator
@@ -93,11 +93,10 @@ class Tiers:
         while first < end:
             stop = min(end, first + look)
             for rows in index.locate(prefix, first, stop):
-                picked = pick(rows)
-                on_ssd = index.ssd[picked] == VALID
+                on_ssd = index.ssd[rows] == VALID
                 if paused is not None:
-                    on_ssd &= ~paused[index.extent[picked, 0] % len(paused)]
-                missing = ((rows < 0) | ((index.dram[picked] != VALID) & ~on_ssd)).nonzero()[0]
+                    on_ssd &= ~paused[index.extent[rows, 0] % len(paused)]
+                missing = ((rows < 0) | ((index.dram[rows] != VALID) & ~on_ssd)).nonzero()[0]
                 if missing.size:
                     end = stop = min(stop, first + int(missing[0]))
             first, look = stop, look * 4
@@ -114,8 +113,8 @@ class Tiers:
         index = self.chunks.index
         in_dram = np.ones(end - first, np.bool_)
         for rows in index.locate(prefix, first, end):
-            in_dram &= index.dram[pick(rows)] == VALID
-        dram = int(in_dram.sum())
+            in_dram &= index.dram[rows] == VALID
+        dram = int(np.count_nonzero(in_dram))
         return dram * self._tokens, (end - first - dram) * self._tokens
 
     # Requests.
@@ -139,16 +138,16 @@ class Tiers:
         job_id, job = self.jobs.begin("load")
         keys, parts = tuple(prefix.keys[first:end]), []
         for group, rows in enumerate(index.locate(prefix, first, end)):
-            rows, picked = rows.copy(), pick(rows)
-            from_ssd = (index.dram[picked] != VALID).nonzero()[0]
-            slots, extents = index.slot[picked].copy(), np.full((len(rows), 3), -1, np.int32)
-            slots[from_ssd] = -1
+            rows = rows.copy()
+            from_ssd = (index.dram[rows] != VALID).nonzero()[0]
+            slots, extents = index.slots(rows), np.full((len(rows), 3), -1, np.int32)
             if from_ssd.size:
+                slots[from_ssd] = -1
                 assert self.chunks.extents is not None and (index.ssd[rows[from_ssd]] == VALID).all()
                 extents[from_ssd] = index.extent[rows[from_ssd]]
                 self.chunks.extents.hold(extents[from_ssd])
             self.evictor.rescue(group, rows)
-            index.leases[picked] += 1
+            index.leases[rows] += 1
             job.add(rows, slots, extents)
             parts.append(LoadPart(group, keys, blocks[group], slots, extents))
         job.tokens = np.full(end - first, self._tokens, np.int64)
@@ -170,7 +169,7 @@ class Tiers:
             assert np.isin(index.dram[bad], (VALID, BAD)).all()
             index.dram[bad] = BAD
             chunks.reads_failed(job.rows[failed[from_ssd]], job.extents[failed[from_ssd]], job.reason, now)
-            index.leases[pick(job.rows)] -= 1  # Only now: what is lost with these would be forgotten twice.
+            index.leases[job.rows] -= 1  # Only now: what is lost with these would be forgotten twice.
             chunks.settle(job.rows)
         if job.failed or job.stale:
             count(counts, "errors", max(1, len(job.failed)), job.reason or "stale")
@@ -290,17 +289,20 @@ class Tiers:
     def _touch(self, located: Sequence[Rows], reused: int, now: float, visit: int | None = None) -> None:
         index = self.chunks.index
         for group, rows in enumerate(located):
-            known = (rows >= 0).nonzero()[0]
-            rows = rows[known]
-            self.chunks.touch(group, rows, known, now)
+            depths = (rows >= 0).nonzero()[0]
+            if len(depths) < len(rows):
+                rows = rows[depths]
+            self.chunks.touch(group, rows, depths, now)
             if visit is not None:
-                index.visit[pick(rows)] = visit
-            used = rows[: int(np.searchsorted(known, reused))]
+                index.visit[rows] = visit
+            used = rows[: int(depths.searchsorted(reused))]
             if used.size:
-                picked = pick(used)
-                index.reuses[picked] = np.minimum(index.reuses[picked], 0xFFFE) + 1
-                self.promotion.used(int(np.count_nonzero(index.promoted[picked])), now)
-                index.promoted[picked] = 0
+                reuses = index.reuses[used]
+                index.reuses[used] = np.minimum(reuses, 0xFFFE, out=reuses) + 1
+                promoted = int(np.count_nonzero(index.promoted[used]))
+                if promoted:
+                    self.promotion.used(promoted, now)
+                    index.promoted[used] = 0
                 self.evictor.consider(used)
 
     # Room and ends.
