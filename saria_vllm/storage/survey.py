@@ -135,10 +135,8 @@ def view_namespace(path: str, namespace: str, reads_known: bool, proc: str = "/p
     for index in indexes:
         try:
             engines.append(_view_engine(path, namespace, index, parts, reads_known, proc))
-        except FileNotFoundError:
-            pass  # it went
-        except StorageError:
-            pass  # not an engine directory, or not ours: saria fsck says so
+        except (FileNotFoundError, StorageError):
+            pass  # it went; or it is no engine directory, or not ours: saria fsck says so
     modified, nbytes = usage(path, (TOP_NAME, namespace))
     return NamespaceView(namespace, parts, engines, nbytes, modified)
 

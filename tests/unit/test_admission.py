@@ -57,6 +57,18 @@ def test_the_baselines_decide_alike_at_every_eviction(policy: str, reason: str) 
     assert decide(admission, "kept", 0, 0) == ("nothing" if policy == "dram_only" else reason)
 
 
+def test_an_eviction_of_what_is_on_ssd_already_teaches_score_nothing() -> None:
+    """Nobody is asked about, and what is decided next is as if it had not been."""
+    index = ChunkIndex(1)
+    rows = index.add(0, [b"a", b"b"], [b"", b""])
+    index.reuses[rows], index.entered[rows], index.touched[rows] = [5, 1], [0.0, 90.0], [80.0, 95.0]
+    asked, fresh = (make_admission(AdmissionConfig(policy="score", threshold=0.1), 16) for _ in range(2))
+    assert asked.evicted(index, rows[:0], 100.0, None).tolist() == []
+    reasons = asked.evicted(index, rows, 100.0, None)
+    assert reasons.tolist() == fresh.evicted(index, rows, 100.0, None).tolist()
+    assert [REASONS[reason].name for reason in reasons] == ["score_high", "score_low"]
+
+
 def test_only_these_reasons_admit_and_all_are_labels_of_the_counter() -> None:
     assert {reason.name for reason in REASONS if reason.admit} == {
         "every_chunk",
