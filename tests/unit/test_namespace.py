@@ -354,12 +354,18 @@ def test_the_namespace_that_was_claimed_last_on_any_path_is_known(paths: tuple[s
     assert last_claimed(paths) is None
 
 
-def test_a_namespace_without_engines_is_older_than_any_other(paths: tuple[str, ...]) -> None:
-    place = used(paths[0], PARTS, 1e9)
-    shutil.rmtree(place / "e0")
-    assert last_claimed(paths) == (NAME, PARTS)
-    used(paths[0], {"model": "other"}, 1.0)
+def test_the_engine_that_was_claimed_last_counts_and_a_namespace_without_any_is_the_oldest(
+    paths: tuple[str, ...],
+) -> None:
+    place = used(paths[0], PARTS, 1.0)
+    claim(paths[:1], preferred=1).release()
+    used(paths[0], {"model": "other"}, 100.0)
+    assert last_claimed(paths) == (NAME, PARTS), "its e1 just now"
+    for engine in ("e0", "e1"):
+        shutil.rmtree(place / engine)
     assert last_claimed(paths) == (OTHER, {"model": "other"})
+    shutil.rmtree(place.with_name(OTHER))
+    assert last_claimed(paths) == (NAME, PARTS)
 
 
 # Making room
