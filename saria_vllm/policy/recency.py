@@ -25,10 +25,8 @@ class Recency:
         self._entries, self._entries_max = 0, 1 << 16
 
     def put(self, rows: Rows) -> None:
-        """Enter rows under the epoch and depth that their columns say."""
+        """Enter rows, one at least, under the epoch and depth that their columns say."""
         epochs, rows = self._index.epoch[rows], rows.astype(np.int32)
-        if not rows.size:
-            return
         if epochs[0] == epochs[-1] and (epochs == epochs[0]).all():
             self._put(int(epochs[0]), rows)
         else:

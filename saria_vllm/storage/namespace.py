@@ -57,28 +57,25 @@ RESETS_MAX = 1 << 32
 
 def last_claimed(ssd_paths: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
     """Name and parts of the namespace of which an engine directory was claimed last; None when none can be read."""
-    claims: dict[str, float] = {}
+    last, found = -1.0, None
     for path in ssd_paths:
         try:
             with open_path(path, (TOP_NAME,)) as fd:
                 names = names_in(fd, NAMESPACE_NAME)
-            for name in names:
-                with open_path(path, (TOP_NAME, name)) as fd:
-                    leases = [f"{engine}/{LEASE_NAME}" for engine in names_in(fd, ENGINE_NAME)]
-                    claimed = [os.stat(lease, dir_fd=fd, follow_symlinks=False).st_mtime for lease in leases]
-                    claims[name] = max(claims.get(name, 0.0), *claimed, 0.0)
         except (OSError, StorageError):
             continue
-    for name in sorted(claims, key=lambda name: claims[name], reverse=True):
-        for path in ssd_paths:
+        for name in names:
             try:
                 with open_path(path, (TOP_NAME, name)) as fd:
                     parts = json.loads(read_small(fd, PARTS_NAME) or b"")
+                    leases = [f"{engine}/{LEASE_NAME}" for engine in names_in(fd, ENGINE_NAME)]
+                    times = [os.stat(lease, dir_fd=fd, follow_symlinks=False).st_mtime for lease in leases]
             except (OSError, StorageError, ValueError, RecursionError):
                 continue
-            if isinstance(parts, dict):
-                return name, parts
-    return None
+            claimed = max(times, default=0.0)
+            if isinstance(parts, dict) and claimed > last:
+                last, found = claimed, (name, parts)
+    return found
 
 
 class Generation(NamedTuple):

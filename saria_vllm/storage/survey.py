@@ -135,10 +135,8 @@ def view_namespace(path: str, namespace: str, reads_known: bool, proc: str = "/p
     for index in indexes:
         try:
             engines.append(_view_engine(path, namespace, index, parts, reads_known, proc))
-        except FileNotFoundError:
-            pass  # it went
-        except StorageError:
-            pass  # not an engine directory, or not ours: saria fsck says so
+        except (FileNotFoundError, StorageError):
+            pass  # it went; or it is no engine directory, or not ours: saria fsck says so
     modified, nbytes = usage(path, (TOP_NAME, namespace))
     return NamespaceView(namespace, parts, engines, nbytes, modified)
 
@@ -152,9 +150,9 @@ def _view_engine(
         view = EngineView(index, in_use, [], 0.0)
         try:
             view.claimed = os.stat(LEASE_NAME, dir_fd=fd, follow_symlinks=False).st_mtime
-            view.pids = lease_holders(fd, proc) if in_use else []
         except OSError:
-            pass  # no lease, or the kernel does not list locks
+            pass  # no lease
+        view.pids = _holders(fd, proc) if in_use else []
         generation = parse_generation(read_small(fd, GENERATION_NAME) or b"")
         if generation is not None:
             view.generation, view.process_only = generation
@@ -200,10 +198,21 @@ def leases_in(path: str, proc: str = "/proc") -> list[tuple[str, str, list[int]]
         try:
             with open_path(path, (TOP_NAME, namespace)) as fd:
                 engines = names_in(fd, ENGINE_NAME)
-            for engine in engines:
+        except (FileNotFoundError, StorageError):
+            continue  # it went, or is not one
+        for engine in engines:
+            try:
                 with open_path(path, (TOP_NAME, namespace, engine)) as fd:
                     if is_leased(fd):
-                        held.append((namespace, engine, lease_holders(fd, proc)))
-        except (FileNotFoundError, StorageError):
-            pass  # it went, or is not one
+                        held.append((namespace, engine, _holders(fd, proc)))
+            except (FileNotFoundError, StorageError):
+                continue
     return held
+
+
+def _holders(engine_fd: int, proc: str) -> list[int]:
+    """`lease_holders`, none where the kernel does not list locks either."""
+    try:
+        return lease_holders(engine_fd, proc)
+    except OSError:
+        return []

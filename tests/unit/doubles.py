@@ -62,6 +62,17 @@ def _tag(key: bytes, generation: int) -> bytes:
     return hashlib.blake2b(key + b"|%d" % generation, digest_size=8).digest()
 
 
+def failing(error: int, call: Any, when: Any = lambda *_args: True) -> Any:
+    """`call`, but for arguments of which `when` says that it fails."""
+
+    def shim(*args: Any, **kwargs: Any) -> Any:
+        if when(*args):
+            raise OSError(error, os.strerror(error), str(args[0]))
+        return call(*args, **kwargs)
+
+    return shim
+
+
 class Hbm:
     """The pages of one group: per layer an array [blocks, page bytes]."""
 

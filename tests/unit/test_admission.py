@@ -7,7 +7,7 @@ import pytest
 
 from saria_vllm.config import AdmissionConfig
 from saria_vllm.metrics import COUNTERS
-from saria_vllm.policy.admission import REASONS, Admission, make_admission
+from saria_vllm.policy.admission import ADMITS, REASONS, Admission, Budget, make_admission
 from saria_vllm.policy.index import ChunkIndex
 
 
@@ -55,6 +55,31 @@ def test_the_baselines_decide_alike_at_every_eviction(policy: str, reason: str) 
     admission = make_admission(AdmissionConfig(policy=policy), 16)  # type: ignore[arg-type]
     assert decide(admission, "evicted", 1, 0) == decide(admission, "evicted", 255, 65535) == reason
     assert decide(admission, "kept", 0, 0) == ("nothing" if policy == "dram_only" else reason)
+
+
+def test_an_eviction_of_what_is_on_ssd_already_teaches_score_nothing() -> None:
+    """Nobody is asked about, and what is decided next is as if it had not been."""
+    index = ChunkIndex(1)
+    rows = index.add(0, [b"a", b"b"], [b"", b""])
+    index.reuses[rows], index.entered[rows], index.touched[rows] = [5, 1], [0.0, 90.0], [80.0, 95.0]
+    asked, fresh = (make_admission(AdmissionConfig(policy="score", threshold=0.1), 16) for _ in range(2))
+    assert asked.evicted(index, rows[:0], 100.0, None).tolist() == []
+    reasons = asked.evicted(index, rows, 100.0, None)
+    assert reasons.tolist() == fresh.evicted(index, rows, 100.0, None).tolist()
+    assert [REASONS[reason].name for reason in reasons] == ["score_high", "score_low"]
+
+
+@pytest.mark.parametrize(
+    ("strictness", "admitted"), [(None, True), (0.0, True), (0.01, True), (0.011, False), (1.0, False)]
+)
+def test_a_tight_budget_raises_the_threshold_of_score(strictness: float | None, admitted: bool) -> None:
+    """To 8 when it is spent: the score here is 10 / 20 x exp(-1) = 0.184."""
+    index = ChunkIndex(1)
+    rows = index.add(0, [b"k"], [b""])
+    index.reuses[rows], index.entered[rows], index.touched[rows] = 1, 80.0, 90.0
+    budget = None if strictness is None else Budget(strictness, 9)
+    reasons = make_admission(AdmissionConfig(policy="score", threshold=0.1), 16).evicted(index, rows, 100.0, budget)
+    assert ADMITS[reasons].tolist() == [admitted]
 
 
 def test_only_these_reasons_admit_and_all_are_labels_of_the_counter() -> None:

@@ -346,9 +346,18 @@ def test_leases(tmp_path: Path) -> None:
         check, pids = doctor_paths.leases(Machine(), str(tmp_path))
         says(check, "ok", f"{NAME[:8]}.../e0 by pid {process.pid}")
         assert pids == [process.pid]
+        (tmp_path / "saria" / ("0" * 32)).symlink_to(tmp_path / "saria" / NAME)
+        (tmp_path / "saria" / ("1" * 32) / "e0").mkdir(parents=True)
+        (tmp_path / "saria" / ("1" * 32) / "e0" / "lease").symlink_to(tmp_path / "saria" / NAME / "e0" / "lease")
+        assert doctor_paths.leases(Machine(), str(tmp_path)) == (check, pids), "what is not ours is not followed"
         unseen = Machine(proc=str(tmp_path / "proc"))
+        says(doctor_paths.leases(unseen, str(tmp_path))[0], "ok", "a process not seen from here")
         put(unseen.proc, "locks", "")
         says(doctor_paths.leases(unseen, str(tmp_path))[0], "ok", "a process not seen from here")
+        namespace = tmp_path / "saria" / NAME
+        (namespace / "e0").rename(namespace / "e1")
+        (namespace / "e0").symlink_to("e1")
+        says(doctor_paths.leases(Machine(), str(tmp_path))[0], "ok", f"{NAME[:8]}.../e1 by pid {process.pid}")
     finally:
         end(process)
     says(doctor_paths.leases(Machine(), str(tmp_path))[0], "ok", "no engine")

@@ -163,6 +163,18 @@ def test_a_drive_that_failed_a_write_is_paused() -> None:
     assert take(extents, 0, 200.0) is None
 
 
+def test_only_drives_that_are_beyond_a_lower_cap_give_up_segments() -> None:
+    extents = ExtentAllocator(2, 4, [1])
+    for row, drive in enumerate([0, 0, 0, 0, 1, 1]):
+        taken, _ = extents.take(0, 1, [int(drive == 0), int(drive == 1)], 0.0)
+        extents.filled(taken, np.array([row], np.int32))
+        extents.release(taken)
+    extents.segments_max = 3
+    assert extents.shrink().tolist() == [0]
+    assert extents.retired == [(0, 0)]
+    assert extents.segments() == 5, "the other drive keeps what it has"
+
+
 def test_a_group_whose_record_does_not_fit_a_segment_is_not_written() -> None:
     extents = ExtentAllocator(1, 2, [0, 1])
     assert take(extents, 0, 0.0) is None

@@ -18,7 +18,7 @@ from saria_vllm.storage import format as fmt
 from saria_vllm.storage.drives import read_aligned
 from saria_vllm.storage.foreign import OthersFiles
 from saria_vllm.storage.namespace import EngineDirectory, namespace_name, store_id
-from saria_vllm.storage.recovery import data_name
+from saria_vllm.storage.recovery import data_name, journal_name
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import Extent, OpenSsd
 from store_bench import SEGMENT_BYTES, SHAPES, checksum, fill, is_right, payload, write
@@ -232,6 +232,46 @@ def test_a_chunk_is_there_when_all_ranks_have_it(make: Make) -> None:
     assert ours.files.look() == ([], [(4, 0)], False), "one rank's retirement is enough"
 
 
+def test_a_segment_that_ranks_use_for_different_groups_has_no_chunks(make: Make) -> None:
+    ours, theirs = make(2), make(2)
+    for record in range(RECORDS):
+        write(theirs.stores[0], 0, Extent(0, 0, record), b"k%d" % record)
+    for record in range(theirs.stores[1].records_max(1)):
+        write(theirs.stores[1], 1, Extent(0, 0, record), b"k%d" % record)
+    assert ours.look() == {}
+
+
+def test_a_journal_that_a_seal_left_behind_takes_nothing_away(make: Make, paths: tuple[str, ...]) -> None:
+    """A crash between the two: it has all that the index has, and drops that came later."""
+    ours, theirs = make(), make()
+    fill(theirs.store, count=RECORDS - 1)
+    journal = Path(paths[0], "saria", NAME, "e1", "r0", journal_name(0))
+    before = journal.read_bytes()
+    write(theirs.store, 0, Extent(0, 0, RECORDS - 1), b"last")
+    theirs.store.forget(Extent(0, 0, 1))
+    journal.write_bytes(before + journal.read_bytes())
+    found = ours.look()
+    assert set(found) == {b"0-0-0", b"0-0-2", b"last"}
+    assert all(is_right(ours.store, 0, extent, key) for key, extent in found.items())
+
+
+def test_a_record_of_a_segment_that_was_forgotten_meanwhile_is_a_mismatch(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More segments were read at once than a worker remembers."""
+    monkeypatch.setattr(foreign, "KNOWN_MAX", 1)
+    ours, theirs = make(), make()
+    (key, *_), (other, *_) = fill(theirs.store), fill(theirs.store, 1)
+    found = ours.look()
+    fd, offset, expected = ours.store.read_target(0, found[key])
+    data = read_aligned(fd, SHAPES[0].record_bytes, offset)
+    assert checksum(data, ours.store.seed(found[key], key)) == expected
+    assert is_right(ours.store, 0, found[other], other)
+    assert checksum(data, ours.store.seed(found[key], key)) != expected
+    ours.store.release(fd)
+    assert is_right(ours.store, 0, found[key], key)
+
+
 def test_an_orphan_is_read_like_any_other(make: Make) -> None:
     ours, theirs = make(), make()
     keys = fill(theirs.store)
@@ -289,6 +329,20 @@ def longer(file: Path) -> None:
     os.truncate(file, file.stat().st_size + 4096)
 
 
+def of_a_group_that_is_not_ours(file: Path) -> None:
+    change_header(file, group=7)
+
+
+def of_a_group_of_other_sizes(file: Path) -> None:
+    change_header(file, group=1)
+
+
+def change_header(file: Path, **fields: int) -> None:
+    data = file.read_bytes()
+    header = fmt.parse_header(data[: fmt.HEADER_BYTES])._replace(**fields)
+    file.write_bytes(fmt.pack_header(header) + data[fmt.HEADER_BYTES :])
+
+
 def a_link(file: Path) -> None:
     file.rename(file.with_name("kept"))
     file.symlink_to("kept")
@@ -310,7 +364,13 @@ def of_another_engine(file: Path) -> None:
     other.release()
 
 
-@pytest.mark.parametrize("harm", [damage_index, damage_header, cut, longer, a_link, a_fifo, of_another_engine])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        damage_index, damage_header, cut, longer, a_link, a_fifo, of_another_engine, of_a_group_that_is_not_ours,
+        of_a_group_of_other_sizes,
+    ],
+)  # fmt: skip
 def test_a_file_that_is_not_what_it_should_be_is_neither_found_nor_read(
     make: Make, paths: tuple[str, ...], harm: Callable[[Path], None]
 ) -> None:

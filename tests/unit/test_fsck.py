@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from damage import DROPPED, KEPT, Found, Place, damaged_parts, endless_parts, key_twice, offset_of, patch
+from doubles import failing
 from live_engine import NAME, PARTS, SHAPES, LiveEngine, end, start
 from saria_vllm.cli import main
 from saria_vllm.storage import checking, segment_check
@@ -213,16 +214,20 @@ def test_an_engine_in_use_is_read_and_never_changed(
     assert fsck(capsys, tmp_path)[0] == 0
 
 
+@pytest.mark.parametrize("retired", [False, True])
 def test_what_an_engine_was_just_changing_is_looked_at_again(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, engine_in: Callable[[str], subprocess.Popen[str]],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, retired: bool,
 ) -> None:  # fmt: skip
     engine_in("idle")
     place, pauses = Place(tmp_path), []
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
-        patch(place.data(0), offset_of(0, 4))  # Flips the bit back.
+        if retired:
+            place.data(0).unlink()
+        else:
+            patch(place.data(0), offset_of(0, 4))  # Flips the bit back.
 
     patch(place.data(0), offset_of(0, 4))
     monkeypatch.setattr(time, "sleep", sleep)
@@ -242,7 +247,133 @@ def test_an_engine_at_work_is_not_mistaken_for_damage(
     assert [row for row in report["findings"] if row["kind"] not in ("orphan", "temporary", "header", "index")] == []
 
 
+def just_before(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, when: str, happens: Callable[[], Any]) -> None:
+    """The first time that `module.name` is called with `when` among its arguments, something happens first."""
+    real, pending = getattr(module, name), [happens]
+
+    def shim(*args: Any, **kwargs: Any) -> Any:
+        if pending and when in args:
+            pending.pop()()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, shim)
+
+
+@pytest.mark.parametrize("when", ["before it is opened", "before it is leased"])
+def test_an_engine_directory_that_goes_meanwhile_is_no_damage(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Another engine makes room."""
+    name = "e0" if when == "before it is opened" else "lease"
+    just_before(monkeypatch, os, "stat" if name == "lease" else "open", name, lambda: shutil.rmtree(place.engine))
+    if name == "lease":
+        monkeypatch.setattr(checking, "_exists", lambda _fd, name: name == "lease")
+    status, report = fsck(capsys, place.root, "--drop-bad")
+    assert (status, report["findings"], report["segments"]) == (0, [], 0)
+    assert not place.engine.exists()
+
+
+def test_temporary_files_that_are_new_or_go_meanwhile_are_no_damage(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, gone = place.engine / "generation.new", place.rank / "probe"
+    for path in (new, gone):
+        path.touch(mode=0o600)
+    just_before(monkeypatch, os, "stat", "probe", gone.unlink)
+    status, report = fsck(capsys, place.root, "--drop-bad")
+    assert (status, report["findings"], report["records"]) == (0, [], GOOD)
+    assert new.exists() and not gone.exists()
+    os.utime(new, (1, 1))
+    assert found_in(fsck(capsys, place.root, "--drop-bad")[1]) == [("temporary", "generation.new", None)]
+    assert not new.exists()
+
+
+def test_a_reset_meanwhile_is_no_damage(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generation was read before it, and the records after it."""
+
+    def reset() -> None:
+        engine.reset()
+        engine.fill(8)
+
+    engine = LiveEngine([str(place.root)])
+    just_before(monkeypatch, checking, "open_directory", "r0", reset)
+    status, report = fsck(capsys, place.root)
+    assert (status, report["findings"], report["in_use"]) == (0, [], 1)
+    engine.directory.release()
+    assert fsck(capsys, place.root)[1]["records"] == 12
+
+
+def test_a_segment_that_goes_while_it_is_opened_costs_nothing_else(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_data(rank_fd: int, name: str) -> int:
+        if name == data_name(0):
+            place.data(0).unlink()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(rank_fd, name)
+
+    real = segment_check._open_data
+    monkeypatch.setattr(segment_check, "_open_data", open_data)
+    status, report = fsck(capsys, place.root, "--drop-bad")
+    assert (status, found_in(report)) == (1, [("unreadable", "r0/" + data_name(0), None)])
+    assert (report["records"], report["dropped"]) == (GOOD - 12, 1)
+    monkeypatch.undo()
+    assert fsck(capsys, place.root)[0] == 0
+
+
 # Hostile directories, failing drives, bad usage.
+
+
+@pytest.mark.parametrize("name", ["e0", "r0"])
+def test_a_directory_that_cannot_be_opened_is_said_and_kept(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = snapshot(place.root)
+    monkeypatch.setattr(os, "open", failing(errno.EACCES, os.open, lambda path, *_: path == name))
+    status, report = fsck(capsys, place.root, "--drop-bad")
+    assert (status, found_in(report), report["dropped"]) == (1, [("unreadable", "" if name == "e0" else name, None)], 0)
+    assert report["findings"][0]["what"] == "cannot be opened: Permission denied"
+    assert snapshot(place.root) == before
+
+
+def test_what_this_process_lacks_is_no_damage_of_a_segment(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = snapshot(place.root)
+    monkeypatch.setattr(segment_check, "read_aligned", failing(errno.ENOMEM, None))
+    status, report = fsck(capsys, place.root, "--drop-bad")
+    assert (status, found_in(report), report["dropped"]) == (1, [("unreadable", "r0", None)], 0)
+    assert report["findings"][0]["what"] == "cannot be read: Cannot allocate memory"
+    assert snapshot(place.root) == before
+
+
+def test_what_was_written_to_a_drive_is_kept_when_its_lease_cannot_be_asked_about(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = place.top / "endurance-e0.json"
+    patch(state, 3)
+    with monkeypatch.context() as change:
+        change.setattr(os, "open", failing(errno.EACCES, os.open, lambda path, *_: path == "endurance-e0.lease"))
+        status, report = fsck(capsys, place.root, "--drop-bad")
+    assert (status, report["dropped"]) == (1, 0)
+    assert found_in(report) == [("endurance", "saria/endurance-e0.json", None)] and state.exists()
+
+
+def test_what_cannot_be_dropped_is_said(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(place.data(0), offset_of(0, 7))
+    bad = ("record", "r0/" + data_name(0), 7)
+    with monkeypatch.context() as change:
+        change.setattr(segment_check, "write_whole", failing(errno.ENOSPC, None))
+        status, report = fsck(capsys, place.root, "--drop-bad")
+    assert (status, report["dropped"]) == (1, 0)
+    assert found_in(report) == [bad, ("unreadable", "r0/" + data_name(0), None)]
+    assert "could not be dropped: No space left on device" in {row["what"] for row in report["findings"]}
+    assert fsck(capsys, place.root, "--drop-bad")[1]["dropped"] == 1
+    assert fsck(capsys, place.root)[1]["records"] == GOOD - 1
 
 
 def test_a_drive_that_fails_costs_the_records_that_it_fails_on(
@@ -261,13 +392,25 @@ def test_a_drive_that_fails_costs_the_records_that_it_fails_on(
     assert "Input/output error" in report["findings"][0]["what"]
 
 
+def test_what_is_read_short_is_no_record_though_a_buffer_held_its_bytes(
+    capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        nbytes = real(fd, buffers, offset)
+        return nbytes - 512 if offset == offset_of(0, 7) else nbytes
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    status, report = fsck(capsys, place.root)
+    assert (status, found_in(report)) == (1, [("record", "r0/" + data_name(0), 7)])
+    assert report["findings"][0]["what"] == "short read: 3584 of 4096 bytes"
+
+
 def test_an_unreadable_header_costs_its_segment(
     capsys: pytest.CaptureFixture[str], place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*_: object) -> bytes:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(segment_check, "read_aligned", failing)
+    monkeypatch.setattr(segment_check, "read_aligned", failing(errno.EIO, None))
     status, report = fsck(capsys, place.root)
     assert status == 1
     assert {(row["kind"], row["record"]) for row in report["findings"]} == {("unreadable", None)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from saria_vllm.cli import inspect as inspecting
 from saria_vllm.cli.inspect import ago, parse_age, wear
 from saria_vllm.policy.endurance import DAY_S, Governor
 from saria_vllm.storage import format as fmt
+from saria_vllm.storage import survey
 from saria_vllm.storage.directories import lease_holders
 from saria_vllm.storage.namespace import namespace_name
 from saria_vllm.storage.recovery import data_name
@@ -278,3 +281,44 @@ def test_ages() -> None:
         "2.0 h",
         "3.0 days",
     ]
+
+
+def test_what_goes_or_is_missing_costs_what_it_would_have_shown(
+    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = root / "saria" / NAME / "e1"
+    (one / "lease").unlink()
+    (one / "generation").write_text("{")
+    real = survey.look
+
+    def look(rank_fd: int, segment: int, place: Any) -> Any:
+        if segment == 1:
+            (root / "saria" / NAME / "e0" / "r0" / data_name(1)).unlink()
+        return real(rank_fd, segment, place)
+
+    monkeypatch.setattr(survey, "look", look)
+    status, report = inspect(capsys, root)
+    rows = next(view for view in report["namespaces"] if view["name"] == NAME)["engines"]
+    shown = [(row["segments"], row["chunks"], row["generation"], row["in_use"]) for row in rows]
+    assert (status, shown) == (0, [(2, 24, 1, False), (1, 2, None, False)])
+    assert rows[0]["claimed_s"] and rows[1]["claimed_s"] is None
+    main(["inspect", str(root)])
+    assert re.search(r"e1 +- +\? ", capsys.readouterr().out)
+
+
+def test_an_engine_directory_that_goes_is_not_shown(
+    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = survey.record_bytes
+
+    def goes(parts: Any) -> Any:
+        if parts == PARTS:
+            shutil.rmtree(root / "saria" / NAME / "e0", ignore_errors=True)
+        return real(parts)
+
+    monkeypatch.setattr(survey, "record_bytes", goes)
+    status, report = inspect(capsys, root)
+    view = next(view for view in report["namespaces"] if view["name"] == NAME)
+    assert (status, [row["index"] for row in view["engines"]]) == (0, [1])
+    files = sum(path.stat().st_blocks * 512 for path in (root / "saria" / NAME).rglob("*"))
+    assert view["bytes"] == files

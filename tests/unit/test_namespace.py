@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,6 +23,7 @@ from saria_vllm.storage.namespace import (
     RESETS_MAX,
     EngineDirectory,
     Generation,
+    last_claimed,
     namespace_name,
     pack_generation,
     parse_generation,
@@ -313,6 +317,55 @@ def test_loose_permissions_are_tightened(paths: tuple[str, ...]) -> None:
     os.chmod(f"{paths[0]}/saria", 0o777)
     claim(paths).release()
     assert stat.S_IMODE(os.stat(f"{paths[0]}/saria").st_mode) == 0o700
+
+
+# What was used last
+
+
+def used(path: str, parts: dict[str, Any], claimed: float) -> Path:
+    """A namespace of which an engine took a directory at that time."""
+    claim((path,), namespace_name(parts)).release()
+    place = Path(path, "saria", namespace_name(parts))
+    (place / "namespace.json").write_text(json.dumps(parts))
+    os.utime(place / "e0" / "lease", (claimed, claimed))
+    return place
+
+
+def test_the_namespace_that_was_claimed_last_on_any_path_is_known(paths: tuple[str, ...]) -> None:
+    assert last_claimed(paths) is None
+    parts = [{"model": f"m{number}"} for number in range(6)]
+    names = [namespace_name(of) for of in parts]
+    places = [used(paths[number % 2], of, 100.0 * (number + 1)) for number, of in enumerate(parts)]
+    assert last_claimed(paths) == (names[5], parts[5])
+    assert last_claimed(paths[:1]) == (names[4], parts[4])
+    used(paths[1], parts[0], 1e6)
+    assert last_claimed(paths) == (names[0], parts[0]), "its older lease on the other path does not count"
+    shutil.rmtree(places[5].parent / names[0])
+    (places[5] / "e0" / "lease").unlink()
+    assert last_claimed(paths) == (names[4], parts[4])
+    places[4].rename(places[4].with_name("elsewhere"))
+    places[4].symlink_to("elsewhere")
+    assert last_claimed(paths) == (names[3], parts[3])
+    for damage, left in (("[1]", 2), ("[" * 60_000, 1), ("{", 0)):
+        (places[left + 1] / "namespace.json").write_text(damage)
+        assert last_claimed(paths) == (names[left], parts[left])
+    shutil.rmtree(Path(paths[0], "saria"))
+    Path(paths[0], "saria").symlink_to(places[5].parent)
+    assert last_claimed(paths) is None
+
+
+def test_the_engine_that_was_claimed_last_counts_and_a_namespace_without_any_is_the_oldest(
+    paths: tuple[str, ...],
+) -> None:
+    place = used(paths[0], PARTS, 1.0)
+    claim(paths[:1], preferred=1).release()
+    used(paths[0], {"model": "other"}, 100.0)
+    assert last_claimed(paths) == (NAME, PARTS), "its e1 just now"
+    for engine in ("e0", "e1"):
+        shutil.rmtree(place / engine)
+    assert last_claimed(paths) == (OTHER, {"model": "other"})
+    shutil.rmtree(place.with_name(OTHER))
+    assert last_claimed(paths) == (NAME, PARTS)
 
 
 # Making room

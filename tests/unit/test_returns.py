@@ -312,3 +312,17 @@ def test_an_eviction_of_what_is_on_ssd_teaches_score_nothing() -> None:
 def test_the_default_is_return() -> None:
     admission = make_admission(AdmissionConfig(), 64)
     assert isinstance(admission, Return)
+
+
+def test_of_a_request_that_is_not_remembered_any_more_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(returns_module, "VISITS_MAX", 1)
+    tiers = make_tiers(admission=AdmissionConfig(policy="return"))
+    for key in (b"forgotten", b"known"):
+        prefix = Prefix([key])
+        tiers.arrived(prefix, 0, 0.0)
+        job, _ = tiers.plan_store(prefix, 0, 1, blocks(0, 1), 0.0)
+        assert job is not None
+        end(tiers, job)
+    assert keys_of(evict_all(tiers, 10.0)) == [b"known"]
+    counts = tiers.take_counts()
+    assert (counts["admission:return_likely"], counts["admission:return_unlikely"]) == (1, 1)

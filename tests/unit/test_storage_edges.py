@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from doubles import failing
 from saria_vllm.errors import FormatError, StorageError
 from saria_vllm.storage import directories, namespace, reclaim, segments, wear
 from saria_vllm.storage import format as fmt
@@ -23,17 +24,6 @@ from saria_vllm.types import Extent
 from store_bench import Bench, fill, is_right, write
 
 NAME = namespace_name({"model": "m"})
-
-
-def failing(error: int, call: Any, when: Any = lambda *_args: True) -> Any:
-    """`call`, but for arguments of which `when` says that it fails."""
-
-    def shim(*args: Any, **kwargs: Any) -> Any:
-        if when(*args):
-            raise OSError(error, os.strerror(error), str(args[0]))
-        return call(*args, **kwargs)
-
-    return shim
 
 
 def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,3 +217,44 @@ def test_retired_meanwhile(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_seed_of_what_is_nowhere_is_of_the_current_generation(bench: Bench) -> None:
     store, _ = bench.reopen(generation=5)
     assert store.seed(Extent(0, 9, 1), b"k") == fmt.seed_of(b"0123456789abcdef", b"k", 5, 9, 1)
+
+
+def test_a_lease_that_cannot_be_asked_about_is_neither_counted_as_living_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine of another user, say."""
+    theirs = EngineDirectory.claim([str(tmp_path)], namespace_name({"model": "old"}), {}, 0)
+    theirs.grant(1 << 29)
+    ours = EngineDirectory.claim([str(tmp_path)], NAME, {}, 0)
+    assert share_capacity([str(tmp_path)], ours, 1 << 30)[0] <= 1 << 29
+    monkeypatch.setattr(directories, "open_regular", failing(errno.EACCES, directories.open_regular, read_only_lease))
+    share, removed = share_capacity([str(tmp_path)], ours, 1 << 30)
+    assert share > 1 << 29 and removed == []
+    assert share_capacity([str(tmp_path)], ours, 0)[1] == []
+    assert os.path.isdir(theirs.directories[0])
+    for engine in (ours, theirs):
+        engine.release()
+
+
+def read_only_lease(name: str, flags: int, _fd: int) -> bool:
+    return name == directories.LEASE_NAME and not flags & os.O_ACCMODE
+
+
+def test_a_namespace_that_is_not_there_to_be_removed_is_not_gone(tmp_path: Path) -> None:
+    assert not reclaim.remove_namespace(str(tmp_path), NAME)
+    EngineDirectory.claim([str(tmp_path)], NAME, {}, 0).release()
+    (tmp_path / "saria" / NAME).rename(tmp_path / "elsewhere")
+    (tmp_path / "saria" / NAME).symlink_to(tmp_path / "elsewhere")
+    assert not reclaim.remove_namespace(str(tmp_path), NAME)
+    assert (tmp_path / "elsewhere" / "e0" / "lease").exists()
+
+
+def test_no_free_state_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wear, "ENGINES_MAX", 2)
+    leases = [wear.lease_state(str(tmp_path), 0)[1] for _ in range(2)]
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match="2 engines write here"):
+        wear.lease_state(str(tmp_path), 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+    for lease in leases:
+        os.close(lease)

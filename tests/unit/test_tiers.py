@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from saria_vllm.config import AdmissionConfig
@@ -11,7 +12,7 @@ from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.striping import READS_PAUSE_S
 from saria_vllm.policy.tiers import Tiers
-from saria_vllm.types import GroupShape, JobResult
+from saria_vllm.types import NULL_BLOCK, Extent, FoundChunk, GroupShape, JobResult, Moved
 from tier_steps import (
     DRAM_ONLY,
     KEYS,
@@ -466,6 +467,27 @@ def test_shared_loads_are_counted() -> None:
     assert tiers.chunks.counts["hit_tokens:dram"] == 32
 
 
+def test_tokens_of_blocks_that_hbm_has_are_no_hit_of_ours() -> None:
+    """A load that begins inside a chunk."""
+    tiers = Tiers(
+        [GroupShape(0, 16, 4, RECORD)],
+        SlotAllocator(1, [4]),
+        None,
+        make_admission(DRAM_ONLY, 64),
+        ghosts_max=9,
+        headroom=[0],
+        persist_bytes_max=RECORD,
+        ranks=1,
+    )
+    prefix, tables = Prefix(KEYS[:2]), [np.arange(8, dtype=np.int32).reshape(2, 4)]
+    job, _ = tiers.plan_store(prefix, 0, 2, tables, 0.0)
+    assert job is not None
+    end(tiers, job)
+    tables[0][0, :3] = NULL_BLOCK
+    end(tiers, tiers.plan_load("r", prefix, 0, 2, tables))
+    assert tiers.chunks.counts["hit_tokens:dram"] == 16 + 64
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_groups_are_stored_and_offered_together(ranks: int) -> None:
     tiers = Tiers(
@@ -502,6 +524,21 @@ def test_a_chunk_worth_a_write_waits_while_half_of_the_headroom_is_there() -> No
     store(tiers, KEYS[6:8])
     tiers.make_room(0.0)
     assert tiers.chunks.counts["dropped_chunks:persist_queue_full"] > 0, "a store never waits for a disk"
+
+
+# Drives.
+
+
+def test_news_of_drives_are_nothing_to_a_tier_that_is_not_open() -> None:
+    tiers = make_tiers(ssd=False)
+    store(tiers, KEYS[:2])
+    tiers.moved([Moved(0, 4096, 0.1, 0, 0.0)])
+    tiers.shrink_ssd()
+    tiers.adopt_others([FoundChunk(0, b"theirs", b"", Extent(1, 0, 0))], [(1, 5)])
+    assert tiers.take_problems() == []
+    assert match(tiers, [b"theirs"], 0, 1) == 0
+    assert tiers.take_counts() == {"stored_chunks": 2}
+    end(tiers, plan_load(tiers, KEYS[:2]))
 
 
 # Drives that hang.

@@ -134,3 +134,15 @@ def test_the_persist_bound_survives_a_reset() -> None:
     assert tiers.make_room(0.0) == []
     end(tiers, persist)
     assert len(tiers.make_room(0.0)) == 1
+
+
+def test_a_reset_without_an_ssd_tier_gives_all_slots_back() -> None:
+    tiers = make_tiers(ssd=False)
+    store(tiers, KEYS[:5])
+    load = plan_load(tiers, KEYS[:1])
+    tiers.reset()
+    assert (match(tiers, KEYS, 0, 5), tiers.chunks.slots.used) == (0, [1]), "the load still reads its slot"
+    end(tiers, load)
+    assert tiers.chunks.slots.used == [0]
+    store(tiers, KEYS[:5])
+    assert match(tiers, KEYS, 0, 5) == 5
