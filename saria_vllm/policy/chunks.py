@@ -202,23 +202,40 @@ class Chunks:
             keys = here.key_list()
             rows = index.find_each(group, keys)
             new = rows < 0
-            new_keys = keys if new.all() else list(itertools.compress(keys, new.tolist()))
-            added = index.add(group, new_keys, here.take(new).parent_list(new_keys))
+            added = self._add(
+                group, here.take(new), keys if new.all() else list(itertools.compress(keys, new.tolist()))
+            )
             rows[new] = added
-            wanted = (index.ssd[rows] == NONE).nonzero()[0]
+            wanted = index.ssd[pick(rows)] == NONE
             if others:  # A second chance is behind what it stands in for, which goes first.
                 known = (index.ssd[rows] == VALID) & (index.extent[rows, 0] >= self.extents.drives)
-                newer = known & (here.extents[:, 1] > index.extent[rows, 1])
-                wanted = ((index.ssd[rows] == NONE) | newer).nonzero()[0]
-                fits = wanted[self.extents.of_others(here.extents[wanted])]
-            else:
-                fits = wanted[self.extents.adopt(here.extents[wanted], group, rows[wanted])]
-            taken += int((index.ssd[rows[fits]] == NONE).sum())
-            index.ssd[rows[fits]] = VALID
-            index.extent[rows[fits]] = here.extents[fits]
-            self.ghosts.back(rows[fits])
-            index.remove(added[index.ssd[added] == NONE])
+                wanted |= known & (here.extents[:, 1] > index.extent[rows, 1])
+            at = pick(wanted.nonzero()[0])
+            fits = (
+                self.extents.of_others(here.extents[at])
+                if others
+                else self.extents.adopt(here.extents[at], group, rows[at])
+            )
+            rows, extents = rows[at][fits], here.extents[at][fits]
+            picked = pick(rows)
+            taken += int((index.ssd[picked] == NONE).sum())
+            index.ssd[picked] = VALID
+            index.extent[picked] = extents
+            self.ghosts.back(rows)
+            index.remove(added[index.ssd[pick(added)] == NONE])
         return taken
+
+    def _add(self, group: int, found: FoundChunks, keys: Sequence[bytes]) -> Rows:
+        """Rows for found chunks of a group. What is the key of one and the parent of another is one object."""
+        index = self.index
+        parents = found.parent_list(keys)
+        rows = index.add(group, keys, parents)
+        apart = (index.chained[pick(rows)] == 0).nonzero()[0].tolist()
+        at = index.find_each(group, [parents[n] for n in apart])
+        for row, parent in zip(rows[apart].tolist(), at.tolist(), strict=True):
+            if parent >= 0:
+                index.parent[row] = index.key[parent]
+        return rows
 
     def clear(self, jobs: Jobs) -> None:
         """Forget everything; slots and segments that stale jobs use stay taken until these end."""

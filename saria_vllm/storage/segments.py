@@ -489,7 +489,13 @@ def _newest(scans: Mapping[int, Scan]) -> FoundChunks:
     if not scanned:
         return FoundChunks.of([])
     lengths = [len(segment.rows) for segment in scanned]
-    columns = {name: np.concatenate([segment.rows[name] for segment in scanned]) for name in _FOUND_COLUMNS}
+    ends = np.cumsum(lengths)
+    columns = {
+        name: np.empty((int(ends[-1]), *fmt.ENTRY_ROW[name].shape), fmt.ENTRY_ROW[name].base) for name in _FOUND_COLUMNS
+    }
+    for segment, end in zip(scanned, ends.tolist(), strict=True):  # All of a segment while it is in the processor.
+        for name, column in columns.items():
+            column[end - len(segment.rows) : end] = segment.rows[name]
     numbers, drives = (np.repeat(np.array(column, np.int32), lengths) for column in zip(*places, strict=True))
     groups = np.repeat(np.array([segment.header.group for segment in scanned], np.int32), lengths)
     extents = np.stack((drives, numbers, columns["record"].astype(np.int32)), 1)
@@ -501,6 +507,6 @@ def _newest(scans: Mapping[int, Scan]) -> FoundChunks:
         return found
     keep = np.ones(len(found), np.bool_)
     keep[older] = False
-    for segment, kept in zip(scanned, np.split(keep, np.cumsum(lengths)[:-1]), strict=True):
+    for segment, kept in zip(scanned, np.split(keep, ends[:-1]), strict=True):
         segment.rows = segment.rows[kept]
     return found.take(keep)
