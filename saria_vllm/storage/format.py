@@ -219,7 +219,7 @@ def pack_index(entries: Sequence[Entry], header: Header) -> bytes:
     return area + _CRC.pack(zlib.crc32(area, salt))
 
 
-def index_rows(data: bytes, header: Header) -> EntryRows:
+def index_rows(data: bytes | memoryview, header: Header) -> EntryRows:
     """Read the index area of a sealed segment. Its one CRC covers all entries; theirs are not looked at.
 
     Raises:

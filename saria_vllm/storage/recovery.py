@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -149,7 +150,7 @@ class _Room:
 
     def take(self, nbytes: int) -> memoryview:
         if nbytes > len(self._left):
-            self._left = memoryview(np.empty(max(nbytes, _ROOM_BYTES), np.uint8))
+            self._left = np.empty(max(nbytes, _ROOM_BYTES), np.uint8).data
         taken, self._left = self._left[:nbytes], self._left[nbytes:]
         return taken
 
@@ -163,19 +164,15 @@ def _areas(expected: Expected) -> dict[int, int]:
 
 def _announce(directory: str, segment: int, areas: Mapping[int, int]) -> None:
     """Have the kernel begin to read a segment's header and index, and wait for neither. Only a hint."""
-    try:
+    with contextlib.suppress(OSError):  # Reading it will say why.
         fd = open_regular(os.path.join(directory, data_name(segment)), os.O_RDONLY)
-    except OSError:
-        return  # Reading it will say why.
-    try:
-        size = os.fstat(fd).st_size
-        if size in areas:
-            os.posix_fadvise(fd, 0, fmt.HEADER_BYTES, os.POSIX_FADV_WILLNEED)
-            os.posix_fadvise(fd, size - areas[size], areas[size], os.POSIX_FADV_WILLNEED)
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
+        try:
+            size = os.fstat(fd).st_size
+            if size in areas:
+                os.posix_fadvise(fd, 0, fmt.HEADER_BYTES, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(fd, size - areas[size], areas[size], os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
 
 
 class _Bytes(NamedTuple):
