@@ -25,7 +25,8 @@ AHEAD = 256
 would take turns with the one that parses, which costs more than the reads."""
 
 _ROOM_BYTES = 8 << 20
-"""What is read lies in pieces of memory of this size or more: small ones are had from the kernel page by page."""
+"""What is read lies in pieces of memory of this size, if there is so much: small ones are had from the kernel page by
+page."""
 
 _NAME = re.compile(r"seg-([0-9a-f]{16})\.(data|journal)")
 _BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENOENT)
@@ -88,9 +89,10 @@ def scan_directory(directory: str, expected: Expected, segments_max: int) -> Sca
         OSError: the directory cannot be listed, or we are short of descriptors, memory or rights. A file that
             cannot be read is dropped.
     """
-    scan, room = Scan(), _Room()
+    scan, areas = Scan(), _areas(expected)
     data, journals = _list(directory, scan)
-    newest, areas = sorted(data, reverse=True), _areas(expected)
+    newest = sorted(data, reverse=True)
+    room = _Room(min(_ROOM_BYTES, len(newest) * max(areas.values())))
     for segment in newest[:AHEAD]:
         _announce(directory, segment, areas)
     for at, segment in enumerate(newest):
@@ -145,12 +147,13 @@ def _discard(directory: str, segment: int, why: str, scan: Scan) -> None:
 class _Room:
     """Memory to read into, cut from large pieces. What was cut off is never used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
         self._left = memoryview(b"")
 
     def take(self, nbytes: int) -> memoryview:
         if nbytes > len(self._left):
-            self._left = np.empty(max(nbytes, _ROOM_BYTES), np.uint8).data
+            self._left = np.empty(max(nbytes, self._piece_bytes), np.uint8).data
         taken, self._left = self._left[:nbytes], self._left[nbytes:]
         return taken
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy.extents import ExtentAllocator
+from saria_vllm.types import Extent, FoundChunk, FoundChunks
 from tier_steps import KEYS, end, evict_all, make_tiers, match, on_ssd, plan_load, plan_store, store, tier_tokens
 
 
@@ -87,3 +89,21 @@ def test_failed_reads_of_more_chunks_than_are_remembered_forget_each_once() -> N
     end(tiers, plan_load(tiers, KEYS[:4]), failed=(0,), reason="read_failed")
     assert match(tiers, KEYS, 0, 4) == 0
     assert len(tiers.chunks.index) == 1
+
+
+def test_a_prefix_found_on_two_drives_has_one_object_for_each_key() -> None:
+    """Of a million chunks a second one for the parent would take a third of the index."""
+    tiers = make_tiers(drives=2)
+    keys = [bytes([n]) * 32 for n in range(1, 9)]
+    places = [Extent(n % 2, n // 4, n // 2 % 2) for n in range(8)]
+    chunks = [FoundChunk(0, key, keys[n - 1] if n else b"", places[n]) for n, key in enumerate(keys)]
+    chunks += [FoundChunk(0, b"orphan", b"of none", Extent(0, 2, 0)), FoundChunk(0, b"last", keys[7], Extent(0, 2, 1))]
+    chunks.sort(key=lambda chunk: (chunk.extent.segment, chunk.extent.drive, chunk.extent.record))
+    tiers.open_ssd(ExtentAllocator(2, 4, [2]), FoundChunks.of(chunks), 3)
+    tiers.check()
+    index = tiers.chunks.index
+    for key, parent in ((chunk.key, chunk.parent) for chunk in chunks):
+        found = index.parent[index.rows[0][key]]
+        assert found == parent
+        assert parent not in keys or found is index.key[index.rows[0][parent]]
+    assert match(tiers, keys, 0, 8) == 8
