@@ -275,14 +275,13 @@ class ExtentAllocator:
         self.striping.leave_out(drive)
 
     def adopt(self, extents: Ints, group: int, rows: Rows) -> Mask:
-        """Take over records found on SSD. Returns which of them fit this configuration, each place once."""
+        """Take over records found on SSD, at best segment by segment. Returns which of them fit this configuration, each
+        place once."""
         drive, segment, record = extents.T.astype(np.int64)
         fits: Mask = (drive >= 0) & (drive < self.drives) & (record >= 0) & (record < self._records[group])
         fits &= ~np.isin(drive, list(self.striping.left_out))
-        places = (segment << 32) + drive  # In the order in which ranks report.
+        places = drive << 32 | segment
         order = fits.nonzero()[0]
-        if (places[order[1:]] < places[order[:-1]]).any():
-            order = order[np.argsort(places[order], kind="stable")]
         for here in np.split(order, np.diff(places[order]).nonzero()[0] + 1) if order.size else []:
             drive_number, number, mine = int(drive[here[0]]), int(segment[here[0]]), record[here]
             segments = self._by_drive[drive_number]

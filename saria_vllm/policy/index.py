@@ -212,7 +212,7 @@ class ChunkIndex:
         self.group[picked] = group
         above = itertools.chain([self.key[row - 1] for row in reused], (before,), fresh)
         follows = np.fromiter(map(operator.eq, parents, above), np.bool_, count)
-        some = len(reused) + 1  # The rest lies behind keys, and no key is empty.
+        some = len(reused)  # Rows before these may be free; no key is empty.
         follows[:some] &= np.fromiter(map(bool, parents[:some]), np.bool_)
         self.chained[picked] = follows & (rows > 0) & (self.group[pick(rows - 1)] == group)
         return rows
