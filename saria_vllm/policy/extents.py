@@ -275,8 +275,7 @@ class ExtentAllocator:
         self.striping.leave_out(drive)
 
     def adopt(self, extents: Ints, group: int, rows: Rows) -> Mask:
-        """Take over records found on SSD, at best segment by segment. Returns which of them fit this configuration, each
-        place once."""
+        """Take over records found on SSD, best by segment. Returns which fit this configuration, each place once."""
         drive, segment, record = extents.T.astype(np.int64)
         fits: Mask = (drive >= 0) & (drive < self.drives) & (record >= 0) & (record < self._records[group])
         fits &= ~np.isin(drive, list(self.striping.left_out))
