@@ -46,24 +46,32 @@ PREFIX_CHUNKS = 512
 """Chunks of a prefix: the first of each has no parent."""
 
 
+def key_of(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
 def make_files(directories: list[str], chunks: int, unsealed: int) -> dict[Path, bytes]:
-    """Segments in turn over the drives. Returns the journals of those that are left open."""
-    segments, key, journals = -(-chunks // RECORDS), b"", {}
+    """Segments in turn over the drives, with chunks in turn over the drives as eviction writes them: prefix by prefix,
+    the last chunk first. Returns the journals of those that are left open."""
+    drives, journals = len(directories), {}
+    firsts = range(0, chunks, PREFIX_CHUNKS)
+    order = [number for first in firsts for number in reversed(range(first, min(chunks, first + PREFIX_CHUNKS)))]
+    segments = drives * -(-chunks // (RECORDS * drives))
     for segment in range(segments):
         header = header_of(segment)
         salt, entries = fmt.salt_of(header), []
-        for number in range(segment * RECORDS, min(chunks, (segment + 1) * RECORDS)):
-            parent = key if number % PREFIX_CHUNKS else b""
-            key = hashlib.sha256(b"%d" % number).digest()
-            entries.append(fmt.Entry(number % RECORDS, 1, number, number + 1, key, parent))
-        rank = Path(directories[segment % len(directories)], "r0")
+        start = segment // drives * RECORDS
+        for record, number in enumerate(order[segment % drives :: drives][start : start + RECORDS]):
+            parent = key_of(number - 1) if number % PREFIX_CHUNKS else b""
+            entries.append(fmt.Entry(record, 1, number, start + record + 1, key_of(number), parent))
+        rank = Path(directories[segment % drives], "r0")
         rank.mkdir(parents=True, exist_ok=True)
         with (rank / data_name(segment)).open("wb") as file:
             file.write(fmt.pack_header(header))
             file.truncate(fmt.data_file_bytes(SHAPE.record_bytes, RECORDS))
             file.seek(fmt.index_offset(header))
             file.write(fmt.pack_index(entries, header))
-        if segment >= segments - unsealed * len(directories):
+        if segment >= segments - unsealed * drives:
             journals[rank / journal_name(segment)] = b"".join(fmt.pack_entry(entry, salt) for entry in entries)
     return journals
 
@@ -101,7 +109,7 @@ def measure(directories: list[str], chunks: int) -> dict[str, float]:
     times.append(time.perf_counter())
     cpu = time.process_time() - cpu
     assert tiers.chunks.counts["recovered_chunks"] == len(tiers.chunks.index) == chunks
-    keys = Prefix(hashlib.sha256(b"%d" % number).digest() for number in range(PREFIX_CHUNKS))
+    keys = Prefix(list(map(key_of, range(PREFIX_CHUNKS))))
     assert tiers.match(keys, 0, min(PREFIX_CHUNKS, chunks), 0.0) == min(PREFIX_CHUNKS, chunks)
     store.close()
     parts = dict(zip(PARTS, (after - before for before, after in itertools.pairwise(times)), strict=True))

@@ -303,8 +303,9 @@ class FoundChunks(msgspec.Struct, frozen=True, eq=False):
 
     def segments(self) -> set[tuple[int, int]]:
         """(drive, segment) of all of them."""
-        places = np.unique(self._places() >> _RECORD_BITS).tolist()
-        return {(place & 0x7F, place >> 7) for place in places}
+        places = self._places() >> _RECORD_BITS
+        last = np.append(places[1:] != places[:-1], True)[: len(places)]
+        return {(place & 0x7F, place >> 7) for place in places[last].tolist()}
 
     def _places(self) -> npt.NDArray[np.int64]:
         """Their extents as numbers of the same order: 31 bits of segment, 7 of drive, 25 of record."""
@@ -318,7 +319,8 @@ class FoundChunks(msgspec.Struct, frozen=True, eq=False):
     def parent_list(self, keys: Sequence[bytes]) -> list[bytes]:
         """Their parents: the same objects as `keys`, which are theirs, where a chunk lies behind its parent."""
         behind = _same(self.parents[1:], self.keys[:-1]) & (self.parent_bytes[1:] == self.key_bytes[:-1])
-        parents = [b"", *keys[:-1]][: len(keys)]
+        parents = [b"", *keys]
+        parents.pop()
         others = (~np.append(False, behind)).nonzero()[0] if keys else np.empty(0, np.int64)
         for at, parent in zip(others.tolist(), _texts(self.parents[others], self.parent_bytes[others]), strict=True):
             parents[at] = parent

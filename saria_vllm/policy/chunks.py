@@ -204,18 +204,17 @@ class Chunks:
             new_keys = keys if new.all() else list(itertools.compress(keys, new.tolist()))
             added = index.add(group, new_keys, here.take(new).parent_list(new_keys))
             rows[new] = added
-            wanted = (index.ssd[rows] == NONE).nonzero()[0]
+            wanted = index.ssd[rows] == NONE
             if others:  # A second chance is behind what it stands in for, which goes first.
                 known = (index.ssd[rows] == VALID) & (index.extent[rows, 0] >= self.extents.drives)
-                newer = known & (here.extents[:, 1] > index.extent[rows, 1])
-                wanted = ((index.ssd[rows] == NONE) | newer).nonzero()[0]
-                fits = wanted[self.extents.of_others(here.extents[wanted])]
-            else:
-                fits = wanted[self.extents.adopt(here.extents[wanted], group, rows[wanted])]
-            taken += int((index.ssd[rows[fits]] == NONE).sum())
-            index.ssd[rows[fits]] = VALID
-            index.extent[rows[fits]] = here.extents[fits]
-            self.ghosts.back(rows[fits])
+                wanted |= known & (here.extents[:, 1] > index.extent[rows, 1])
+            rows, extents = rows[wanted], here.extents[wanted]
+            fits = self.extents.of_others(extents) if others else self.extents.adopt(extents, group, rows)
+            rows, extents = rows[fits], extents[fits]
+            taken += int(np.count_nonzero(index.ssd[rows] == NONE))
+            index.ssd[rows] = VALID
+            index.extent[rows] = extents
+            self.ghosts.back(rows)
             index.remove(added[index.ssd[added] == NONE])
         return taken
 

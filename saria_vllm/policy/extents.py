@@ -275,14 +275,14 @@ class ExtentAllocator:
         self.striping.leave_out(drive)
 
     def adopt(self, extents: Ints, group: int, rows: Rows) -> Mask:
-        """Take over records found on SSD. Returns which of them fit this configuration, each place once."""
-        drive, segment, record = np.ascontiguousarray(extents.T)
+        """Take over records found on SSD, best by segment. Returns which fit this configuration, each place once."""
+        drive, segment, record = extents.T.astype(np.int64)
         fits: Mask = (drive >= 0) & (drive < self.drives) & (record >= 0) & (record < self._records[group])
         fits &= ~np.isin(drive, list(self.striping.left_out))
-        places = drive.astype(np.int64) << 32 | segment
-        order = fits.nonzero()[0][np.argsort(places[fits], kind="stable")]
+        places = drive << 32 | segment
+        order = fits.nonzero()[0]
         for here in np.split(order, np.diff(places[order]).nonzero()[0] + 1) if order.size else []:
-            drive_number, number = int(drive[here[0]]), int(segment[here[0]])
+            drive_number, number, mine = int(drive[here[0]]), int(segment[here[0]]), record[here]
             segments = self._by_drive[drive_number]
             found = segments.get(number)
             if found is None:
@@ -292,11 +292,13 @@ class ExtentAllocator:
             if found.group != group:
                 fits[here] = False
                 continue
-            _, first = np.unique(record[here], return_index=True)
-            first = first[found.rows[record[here[first]]] == -1]
-            fits[here] = False
-            fits[here[first]] = True
-            found.rows[record[here[first]]] = rows[here[first]]
+            free = found.rows[mine] == -1
+            if not free.all() or (mine[1:] <= mine[:-1]).any():
+                _, first = np.unique(mine, return_index=True)
+                fits[here] = False
+                here = here[first[free[first]]]
+                fits[here] = True
+            found.rows[record[here]] = rows[here]
         return fits
 
     def of_others(self, extents: Ints) -> Mask:

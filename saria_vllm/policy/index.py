@@ -189,20 +189,23 @@ class ChunkIndex:
         end = size + count - len(reused)
         for row, key, parent in zip(reused, keys, parents, strict=False):
             self.key[row], self.parent[row] = key, parent
-        self.key.extend(keys[len(reused) :])
-        self.parent.extend(parents[len(reused) :])
+        before = self.key[-1] if size else b""
+        fresh = keys[len(reused) :] if reused else keys
+        self.key += fresh
+        self.parent += parents[len(reused) :] if reused else parents
         if len(self.key) > len(self.dram):
             self._grow(max(len(self.key), len(self.dram) * 4))
         self.slot[size : len(self.key)] = self.extent[size : len(self.key)] = -1
         known = self.rows[group]
-        before = len(known)
-        known.update(zip(keys, itertools.chain(reused, range(size, end)), strict=True))
-        assert len(known) == before + count, "a chunk was known already"
+        known_before = len(known)
+        known.update(zip(keys, itertools.chain(reused, range(size, end)) if reused else range(size, end), strict=True))
+        assert len(known) == known_before + count, "a chunk was known already"
         rows: Rows = np.concatenate((np.array(reused, np.intp), np.arange(size, end)))
         self.group[rows] = group
-        above = [self.key[row - 1] for row in reused] + (self.key[size - 1 : -1] if size else [b"", *self.key[:-1]])
+        above = itertools.chain([self.key[row - 1] for row in reused], (before,), fresh)
         follows = np.fromiter(map(operator.eq, parents, above), np.bool_, count)
-        follows &= np.fromiter(map(bool, parents), np.bool_, count)
+        some = len(reused)  # Rows before these may be free; no key is empty.
+        follows[:some] &= np.fromiter(map(bool, parents[:some]), np.bool_)
         self.chained[rows] = follows & (rows > 0) & (self.group[rows - 1] == group)
         return rows
 

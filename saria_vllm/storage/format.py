@@ -32,6 +32,8 @@ _FOOTER = struct.Struct("<8sII")
 _CRC = struct.Struct("<I")
 _SEED = struct.Struct("<QQQB")
 _U32_MAX = 2**32 - 1
+_ZEROS_AT = 25
+"""The 32-bit word of an entry where its zeros begin."""
 _KEY_PLACES = np.arange(KEY_BYTES_MAX, dtype=np.uint8)
 
 EntryRows = npt.NDArray[np.void]
@@ -172,14 +174,21 @@ def entries_of(rows: EntryRows) -> list[Entry]:
 
 def _can_be(rows: EntryRows, header: Header) -> npt.NDArray[np.bool_]:
     """Which entries have numbers that can be, and zeros where zeros belong."""
+    words = rows.view(np.uint32).reshape(-1, ENTRY_BYTES // 4)
     good: npt.NDArray[np.bool_] = rows["record"] < header.records_max
     for name in ("key", "parent"):
         texts, lengths = rows[name], rows[f"{name}_bytes"]
-        longest = min(int(lengths.max(initial=0)), KEY_BYTES_MAX)
-        good &= (lengths <= longest) & ~texts[:, longest:].any(axis=1)
+        longest = int(lengths.max(initial=0))
+        if longest > KEY_BYTES_MAX:
+            good &= lengths <= KEY_BYTES_MAX
+        elif longest < KEY_BYTES_MAX:
+            good &= ~texts[:, longest:].any(axis=1)
         short = (lengths < longest).nonzero()[0]
-        good[short] &= ~(texts[short] * (lengths[short, None] <= _KEY_PLACES)).any(axis=1)
-    good &= (rows["zeros"] == 0) & ~rows["more_zeros"].any(axis=1)
+        if short.size:
+            good[short] &= ~(texts[short] * (lengths[short, None] <= _KEY_PLACES)).any(axis=1)
+    good &= rows["zeros"] == 0
+    if np.count_nonzero(words[:, _ZEROS_AT:]):
+        good &= ~words[:, _ZEROS_AT:].any(axis=1)
     return good
 
 
@@ -210,7 +219,7 @@ def pack_index(entries: Sequence[Entry], header: Header) -> bytes:
     return area + _CRC.pack(zlib.crc32(area, salt))
 
 
-def index_rows(data: bytes, header: Header) -> EntryRows:
+def index_rows(data: bytes | memoryview, header: Header) -> EntryRows:
     """Read the index area of a sealed segment. Its one CRC covers all entries; theirs are not looked at.
 
     Raises:
@@ -226,7 +235,8 @@ def index_rows(data: bytes, header: Header) -> EntryRows:
     rows = np.frombuffer(data, ENTRY_ROW, count)
     if not (_can_be(rows, header) & (rows["key_bytes"] > 0)).all():
         raise FormatError("index: an entry that cannot be")
-    if np.bincount(rows["record"]).max(initial=0) > 1:
+    records = rows["record"]
+    if not (records[1:] > records[:-1]).all() and np.bincount(records).max() > 1:
         raise FormatError("index: a record twice")
     return rows
 

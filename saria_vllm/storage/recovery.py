@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +20,13 @@ from saria_vllm.types import GroupShape
 SEGMENT_ID_END = 2**31 - 2**20
 """Segment ids are below this: the index keeps them in 32 bits. A file with a higher one is not ours."""
 
-READERS = 8
-"""Segments that are read at the same time: the reads are small, and a cold drive takes its time for each."""
+AHEAD = 256
+"""Segments that a drive is asked for before they are read: a cold one takes its time for each. Threads that wait for it
+would take turns with the one that parses, which costs more than the reads."""
+
+_ROOM_BYTES = 8 << 20
+"""What is read lies in pieces of memory of this size, if there is so much: small ones are had from the kernel page by
+page."""
 
 _NAME = re.compile(r"seg-([0-9a-f]{16})\.(data|journal)")
 _BAD_FILE = (errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENOENT)
@@ -85,16 +89,20 @@ def scan_directory(directory: str, expected: Expected, segments_max: int) -> Sca
         OSError: the directory cannot be listed, or we are short of descriptors, memory or rights. A file that
             cannot be read is dropped.
     """
-    scan = Scan()
+    scan, areas = Scan(), _areas(expected)
     data, journals = _list(directory, scan)
-    left = sorted(data, reverse=True)
-    with ThreadPoolExecutor(READERS) as pool:
-        while left and (room := segments_max - len(scan.segments)):
-            some, left = left[:room], left[room:]
-            for segment, read in zip(some, pool.map(partial(_read, directory, journals, expected), some), strict=True):
-                _take(directory, segment, read, expected.generation, scan)
-    for segment in left:
-        _discard(directory, segment, f"more than {segments_max} segments", scan)
+    newest = sorted(data, reverse=True)
+    room = _Room(min(_ROOM_BYTES, len(newest) * max(areas.values())))
+    for segment in newest[:AHEAD]:
+        _announce(directory, segment, areas)
+    for at, segment in enumerate(newest):
+        if len(scan.segments) == segments_max:
+            _discard(directory, segment, f"more than {segments_max} segments", scan)
+            continue
+        for next_one in newest[at + AHEAD : at + AHEAD + 1]:
+            _announce(directory, next_one, areas)
+        read = _read(directory, segment in journals, expected, segment, room)
+        _take(directory, segment, read, expected.generation, scan)
     for segment in journals - data:
         _discard(directory, segment, "a journal without data", scan)
     return scan
@@ -136,28 +144,72 @@ def _discard(directory: str, segment: int, why: str, scan: Scan) -> None:
     scan.notes.append(note)
 
 
+class _Room:
+    """Memory to read into, cut from large pieces. What was cut off is never used again."""
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._left = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        if nbytes > len(self._left):
+            self._left = np.empty(max(nbytes, self._piece_bytes), np.uint8).data
+        taken, self._left = self._left[:nbytes], self._left[nbytes:]
+        return taken
+
+
+def _areas(expected: Expected) -> dict[int, int]:
+    """Bytes of the index area by bytes of the data file, as new segments have them."""
+    sizes = {shape.record_bytes for shape in expected.shapes.values()}
+    records = {size: fmt.records_per_segment(size, expected.segment_bytes) for size in sizes}
+    return {fmt.data_file_bytes(size, most): fmt.index_bytes(most) for size, most in records.items()}
+
+
+def _announce(directory: str, segment: int, areas: Mapping[int, int]) -> None:
+    """Have the kernel begin to read a segment's header and index, and wait for neither. Only a hint."""
+    with contextlib.suppress(OSError):  # Reading it will say why.
+        fd = open_regular(os.path.join(directory, data_name(segment)), os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            if size in areas:
+                os.posix_fadvise(fd, 0, fmt.HEADER_BYTES, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(fd, size - areas[size], areas[size], os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+
 class _Bytes(NamedTuple):
     """What is read of a segment."""
 
     header: fmt.Header
-    area: bytes
+    area: memoryview
     journal: bytes
 
 
-def _read(directory: str, journals: set[int], expected: Expected, segment: int) -> _Bytes | FormatError | OSError:
-    """Read all but the payloads; only waits for the drive, as several threads do this at a time."""
+def _read(
+    directory: str, has_journal: bool, expected: Expected, segment: int, room: _Room
+) -> _Bytes | FormatError | OSError:
+    """Read all but the payloads."""
     try:
         fd = open_regular(os.path.join(directory, data_name(segment)), os.O_RDONLY)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # Nothing is to be read beside what is asked for.
             header = _read_header(fd, segment, expected)
-            area = _pread(fd, fmt.index_bytes(header.records_max), fmt.index_offset(header))
+            area = _read_area(fd, header, room)
         finally:
             os.close(fd)
         path = os.path.join(directory, journal_name(segment))
-        return _Bytes(header, area, _read_journal(path, header) if segment in journals else b"")
+        return _Bytes(header, area, _read_journal(path, header) if has_journal else b"")
     except (FormatError, OSError) as error:
         return error
+
+
+def _read_area(fd: int, header: fmt.Header, room: _Room) -> memoryview:
+    """The index area, or what there is of it."""
+    area, had = room.take(fmt.index_bytes(header.records_max)), 0
+    while had < len(area) and (more := os.preadv(fd, [area[had:]], fmt.index_offset(header) + had)):
+        had += more
+    return area[:had]
 
 
 def _take(directory: str, segment: int, read: _Bytes | FormatError | OSError, generation: int, scan: Scan) -> None:
@@ -182,7 +234,7 @@ def _parse(read: _Bytes, generation: int) -> ScannedSegment | None:
         rows = fmt.index_rows(read.area, header)
     except FormatError:
         rows, sealed = np.empty(0, fmt.ENTRY_ROW), False
-    journal = fmt.journal_rows(read.journal, header)
+    journal = fmt.journal_rows(read.journal, header) if read.journal else rows[:0]
     if journal.size:
         rows = np.concatenate((rows, journal))
     live = _live(rows, header.records_max, generation)
@@ -219,13 +271,14 @@ def _read_journal(path: str, header: fmt.Header) -> bytes:
 
 def _live(rows: fmt.EntryRows, records_max: int, generation: int) -> fmt.EntryRows:
     """By record number, the last word on each that is of this generation or a drop, but for what was dropped."""
-    says = ((rows["generation"] == generation) | (rows["key_bytes"] == 0)).nonzero()[0]
+    records, ours = rows["record"], rows["generation"] == generation
+    if ours.all() and rows["key_bytes"].all() and (records[1:] > records[:-1]).all():
+        return rows
+    says = (ours | (rows["key_bytes"] == 0)).nonzero()[0]
     last = np.full(records_max, -1)
-    last[rows["record"][says]] = says
+    last[records[says]] = says
     last = last[last >= 0]
     last = last[rows["key_bytes"][last] > 0]
-    if np.array_equal(last, np.arange(len(rows))):
-        return rows
     live: fmt.EntryRows = rows.view(f"V{fmt.ENTRY_BYTES}")[last].view(fmt.ENTRY_ROW)  # By field it would be slow.
     return live
 

@@ -77,8 +77,8 @@ class Segment:
         self.unfinished = 0
 
     def adopt(self, rows: fmt.EntryRows, journal_bytes: int) -> None:
-        """Take over the records found by recovery; nothing is written here any more."""
-        records = rows["record"]
+        """Take over the records found by recovery, in order; nothing is written here any more."""
+        records = rows["record"] if len(rows) < self.header.records_max else slice(None)
         np.frombuffer(self.states, np.uint8)[records] = LIVE
         np.frombuffer(self.checksums, np.uint64)[records] = rows["checksum"]
         np.frombuffer(self.generations, np.uint64)[records] = rows["generation"]

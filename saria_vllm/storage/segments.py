@@ -43,7 +43,11 @@ from saria_vllm.types import KEY_BYTES_MAX, Extent, FoundChunks, GroupShape, Ope
 
 NOTES_MAX = 100
 
-_FOUND_COLUMNS = ("record", "sequence", "key", "key_bytes", "parent", "parent_bytes")
+_FOUND_COLUMNS = {
+    "keys": "key", "key_bytes": "key_bytes", "parents": "parent", "parent_bytes": "parent_bytes",
+    "sequence": "sequence",
+}  # fmt: skip
+"""Columns of `FoundChunks`, and the fields of an entry that they are made of; the sequence tells which is newer."""
 
 READ_FDS_MAX = min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
 """Sealed segments whose files stay open when nobody reads them; the least recently read is closed first."""
@@ -488,19 +492,24 @@ def _newest(scans: Mapping[int, Scan]) -> FoundChunks:
     scanned = [scans[drive].segments[number] for number, drive in places]
     if not scanned:
         return FoundChunks.of([])
-    lengths = [len(segment.rows) for segment in scanned]
-    columns = {name: np.concatenate([segment.rows[name] for segment in scanned]) for name in _FOUND_COLUMNS}
-    numbers, drives = (np.repeat(np.array(column, np.int32), lengths) for column in zip(*places, strict=True))
-    groups = np.repeat(np.array([segment.header.group for segment in scanned], np.int32), lengths)
-    extents = np.stack((drives, numbers, columns["record"].astype(np.int32)), 1)
-    found = FoundChunks(
-        groups, columns["key"], columns["key_bytes"], columns["parent"], columns["parent_bytes"], extents
-    )
-    older = found.twins(columns["sequence"])
+    ends = np.cumsum([len(segment.rows) for segment in scanned])
+    count = int(ends[-1])
+    fields = {name: fmt.ENTRY_ROW[field] for name, field in _FOUND_COLUMNS.items()}
+    columns = {name: np.empty((count, *field.shape), field.base) for name, field in fields.items()}
+    groups, extents = np.empty(count, np.int32), np.empty((count, 3), np.int32)
+    for (number, drive), segment, end in zip(places, scanned, ends.tolist(), strict=True):
+        here = slice(end - len(segment.rows), end)  # All of a segment while the processor has it at hand.
+        for name, field in _FOUND_COLUMNS.items():
+            columns[name][here] = segment.rows[field]
+        groups[here], extents[here, 0], extents[here, 1] = segment.header.group, drive, number
+        extents[here, 2] = segment.rows["record"]
+    sequence = columns.pop("sequence")
+    found = FoundChunks(groups, extents=extents, **columns)
+    older = found.twins(sequence)
     if not older.size:
         return found
     keep = np.ones(len(found), np.bool_)
     keep[older] = False
-    for segment, kept in zip(scanned, np.split(keep, np.cumsum(lengths)[:-1]), strict=True):
+    for segment, kept in zip(scanned, np.split(keep, ends[:-1]), strict=True):
         segment.rows = segment.rows[kept]
     return found.take(keep)

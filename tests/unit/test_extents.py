@@ -220,6 +220,27 @@ def test_a_record_or_segment_is_adopted_for_one_chunk_and_group() -> None:
     assert not adopt(extents, Extent(0, 0, 1), 1, row=2)
 
 
+def test_records_adopted_at_once_are_sorted_out_as_one_by_one() -> None:
+    """In any order, with places twice, of too high a record and on drives that are not there."""
+    rng = random.Random(7)
+    for ordered in (False, True) * 100:
+        found = [Extent(rng.randrange(3), rng.randrange(3), rng.randrange(5)) for _ in range(rng.randrange(12))]
+        if ordered:
+            found = sorted(set(found), key=lambda extent: (extent.segment, extent.drive, extent.record))
+        together, alone = (ExtentAllocator(2, 4, [4]) for _ in range(2))
+        adopt(together, Extent(0, 0, 1), 0, row=99)
+        adopt(alone, Extent(0, 0, 1), 0, row=99)
+        rows = np.arange(len(found), dtype=np.int32)
+        fits = together.adopt(np.array(found, np.int32).reshape(-1, 3), 0, rows)
+        assert fits.tolist() == [adopt(alone, extent, 0, row) for row, extent in enumerate(found)]
+        assert held(together) == held(alone)
+
+
+def held(extents: ExtentAllocator) -> dict[tuple[int, int], list[int]]:
+    return {(drive, number): segment.rows.tolist() for drive, segments in enumerate(extents._by_drive)
+            for number, segment in segments.items()}  # fmt: skip
+
+
 def test_new_ids_are_above_every_adopted_one() -> None:
     extents = ExtentAllocator(1, 9, [1])
     adopt(extents, Extent(0, 30, 0), 0, row=1)

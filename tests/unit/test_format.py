@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,18 @@ def test_seed_depends_on_everything() -> None:
     seeds = {fmt.seed_of(*args) for args in [base, *changed]}
     assert len(seeds) == 7
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+@pytest.mark.parametrize("field", ["key", "parent"])
+@pytest.mark.parametrize("others", [b"abcd", b"k" * 32])
+def test_bytes_behind_a_short_key_make_an_entry_invalid(field: str, others: bytes) -> None:
+    """Whether or not other keys are longer: keys that are equal must look equal."""
+    header = fmt.Header(bytes(16), 0, 5, 0, 4096, 3)
+    salt = fmt.salt_of(header)
+    entries = [fmt.Entry(0, 1, 1, 1, others, others), fmt.Entry(1, 1, 1, 2, b"abcd", b"abcd")]
+    good, bad = (fmt.pack_entry(entry, salt) for entry in entries)
+    assert fmt.parse_journal(good + bad, header) == entries
+    changed = bytearray(bad)
+    changed[fmt.ENTRY_ROW.fields[field][1] + 20] = 1  # type: ignore[index]
+    changed[:4] = zlib.crc32(changed[4:], salt).to_bytes(4, "little")
+    assert fmt.parse_journal(good + bytes(changed), header) == entries[:1]

@@ -54,6 +54,13 @@ def test_a_removed_row_is_used_again_with_nothing_left_over() -> None:
     assert index.uses[again[0]] == 1
 
 
+def test_a_first_chunk_behind_a_free_row_follows_nothing() -> None:
+    index = ChunkIndex(1)
+    index.remove(index.add(0, [b"a", b"b"], [b"", b"a"]))
+    row = index.add(0, [b"c"], [b""])
+    assert (row.tolist(), index.chained[row].tolist()) == ([1], [0])
+
+
 def test_a_row_in_use_cannot_be_removed() -> None:
     index = ChunkIndex(1)
     row = index.add(0, [b"k"], [b""])
