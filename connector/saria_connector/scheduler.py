@@ -155,6 +155,8 @@ class SchedulerSide:
 
     def new_request(self, request: Any) -> None:
         state = self._requests[request.request_id] = RequestState(request)
+        if self.ssd.sharing is not None and not self._off:
+            self.ssd.sharing.take_news()
         if not state.wrong_hints:
             return
         count(self.tiers.chunks.counts, "hints_ignored", len(state.wrong_hints))

@@ -1,7 +1,8 @@
 """What this engine shares with others on its SSD paths: capacity, write budgets, and what each has sealed.
 
 A thread looks every few seconds; the engine's thread goes by what it saw, once per step. An idle engine takes no steps:
-it gives up what it may still come to use, and what it has with its next step.
+it gives up what it may still come to use, and what it has with its next step. What others sealed it takes over when a
+request arrives, before that is looked up.
 """
 
 from __future__ import annotations
@@ -141,9 +142,14 @@ class Sharing:
         if budgets is not None and self._wear is not None:
             for drive, budget in zip(self._wear.drives, budgets, strict=True):
                 drive.shared(budget, now)
+        if self._tiers is not None:
+            self._tiers.shrink_ssd()
+        self.take_news()
+
+    def take_news(self) -> None:
+        """Index what others sealed."""
         if self._tiers is None:
             return
-        self._tiers.shrink_ssd()
         news, self._news = self._news, None
         if news is not None and self._directory.generation == self._generation:
             self._tiers.adopt_others(news.found, news.gone)

@@ -119,6 +119,17 @@ def test_a_request_is_served_from_what_another_engine_sealed(together: Make, ran
     assert {item.extent.drive for item in load.items} == {2}
 
 
+def test_an_idle_engine_finds_what_others_sealed_with_its_first_request(together: Make) -> None:
+    """The look is over long before that, and the first step comes after the look-up."""
+    ours, theirs = together(), together()
+    foreign(ours, seal(theirs, keys_of(theirs)), theirs)
+    assert ours.side.ssd.sharing is not None
+    ours.side.ssd.sharing.look()
+    ours.serve("first for long", prompt(100))
+    assert ours.offered("first for long") == [96]
+    assert ours.counted("shared_hits") == 6
+
+
 def test_what_only_one_rank_of_the_other_sealed_is_not_found(together: Make) -> None:
     ours, theirs = together(ranks=2), together(ranks=2)
     seal(theirs, keys_of(theirs), rank=0)
