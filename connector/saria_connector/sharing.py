@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import NamedTuple
 
 from saria_connector.sizing import Sizing
@@ -61,6 +62,8 @@ class Sharing:
         shapes = {shape.group: shape for shape in sizing.shapes}
         self._others = OthersFiles(directory.paths, directory.namespace, directory.index, sizing.ranks, shapes)
         self._news: _News | None = None
+        self._more = False
+        """Whether the last look left something to look at."""
         self._budgets: list[DriveBudget] | None = None
         self._tiers: Tiers | None = None
         self._thread: threading.Thread | None = None
@@ -103,23 +106,27 @@ class Sharing:
         return self._find()
 
     def _find(self) -> bool:
-        """Look at what others sealed; whether there is more."""
-        if self._news is not None or self._directory.generation != self._generation:
+        """Look at what others sealed, once the last look's news was taken; whether there is more."""
+        if self._directory.generation != self._generation:
             return False  # After a reset this engine has other weights than those whose KV is on disk.
-        found, gone, more = self._others.look()
-        if found or gone:
-            self._news = _News(found, gone)
-        return more
+        if self._news is None:
+            found, gone, self._more = self._others.look()
+            if found or gone:
+                self._news = _News(found, gone)
+        return self._more
 
     def _look_at_budgets(self) -> None:
         if self._wear is not None:
             self._budgets = [drive.look() for drive in self._wear.drives]
 
     def _run(self) -> None:
-        more = False
+        more, looked = False, time.monotonic()
         try:
             while not self._ended.wait(MORE_S if more else LOOK_S):
-                more = self._find() if more else self.look()
+                if more and time.monotonic() < looked + LOOK_S:
+                    more = self._find()
+                else:
+                    more, looked = self.look(), time.monotonic()
         except Exception:
             logger.exception("SARIA: a fault of ours; what other engines share is not looked at any more")
 
