@@ -134,7 +134,8 @@ class SchedulerSide:
         self._log_start()
 
     def _log_start(self) -> None:
-        sizing = self.sizing
+        sizing, directory = self.sizing, self.ssd.directory
+        ssd = sizing.segment_bytes * sizing.segments_max * len(self._config.ssd_paths)
         logger.info(
             "SARIA: %s; this engine: %s DRAM, %s for each of %d rank(s); chunks of %d tokens = %s per rank; "
             "%d DRAM slots; SSD %s",
@@ -145,7 +146,7 @@ class SchedulerSide:
             self._chunk_tokens,
             "+".join(format_bytes(shape.record_bytes) for shape in sizing.shapes),
             sum(self.tiers.chunks.slots.total(group) for group in range(len(sizing.shapes))),
-            ", ".join(self.ssd.directory.directories) if self.ssd.directory else "off",
+            f"{format_bytes(ssd)} for each rank, in {', '.join(directory.directories)}" if directory else "off",
         )
 
     def bind_block_pool(self, block_pool: Any) -> None:
