@@ -134,8 +134,10 @@ class SchedulerSide:
         self._log_start()
 
     def _log_start(self) -> None:
-        sizing, directory = self.sizing, self.ssd.directory
-        ssd = sizing.segment_bytes * sizing.segments_max * len(self._config.ssd_paths)
+        sizing, ssd = self.sizing, "off"
+        if (directory := self.ssd.directory) is not None:
+            rank_bytes = sizing.segment_bytes * sizing.segments_max * len(directory.paths)
+            ssd = f"{format_bytes(rank_bytes)} for each rank, in {', '.join(directory.directories)}"
         logger.info(
             "SARIA: %s; this engine: %s DRAM, %s for each of %d rank(s); chunks of %d tokens = %s per rank; "
             "%d DRAM slots; SSD %s",
@@ -146,7 +148,7 @@ class SchedulerSide:
             self._chunk_tokens,
             "+".join(format_bytes(shape.record_bytes) for shape in sizing.shapes),
             sum(self.tiers.chunks.slots.total(group) for group in range(len(sizing.shapes))),
-            f"{format_bytes(ssd)} for each rank, in {', '.join(directory.directories)}" if directory else "off",
+            ssd,
         )
 
     def bind_block_pool(self, block_pool: Any) -> None:
