@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ DRAM_CAPACITY = "8MiB"
 SSD_CAPACITY = "50MiB"
 """32 segments of six chunks: two servers have 15 each, 18 prompts."""
 PROMPTS = 10
-WRITING_S = 2.0
+WRITING_S = 0.3
 
 
 class Rig:
@@ -84,6 +85,11 @@ def prompt_of(seed: int) -> list[int]:
     return make_prompt(seed, CHUNKS * CHUNK_TOKENS + 5)
 
 
+def few_new_prompts(seed: int) -> Iterator[list[int]]:
+    """Again and again: more of them would take the room of those that are looked for later."""
+    return itertools.cycle([prompt_of(seed + number) for number in range(7)])
+
+
 def leased(engine: Path) -> bool:
     with (engine / "lease").open("rb") as lease:
         try:
@@ -109,7 +115,7 @@ def test_servers_share_one_directory_and_survive_each_other(tmp_path: Path) -> N
             assert leased(engines[0]) and leased(engines[1])
             check_that_what_the_other_sealed_is_used(rig, second)
 
-            with killed_while_asked(first, map(prompt_of, itertools.count(1000))):
+            with killed_while_asked(first, few_new_prompts(1000)):
                 time.sleep(WRITING_S)
             assert not leased(engines[0]) and leased(engines[1])
             check_that_an_orphan_is_read(rig, second)
@@ -120,7 +126,7 @@ def test_servers_share_one_directory_and_survive_each_other(tmp_path: Path) -> N
             check_that_its_own_is_found_again(rig, first)
 
             check_that_both_have_their_part(rig, first, second, samples)
-            with killed_while_asked(second, map(prompt_of, itertools.count(2000))):
+            with killed_while_asked(second, few_new_prompts(2000)):
                 time.sleep(WRITING_S)
             first.kill()
             assert not leased(engines[0]) and not leased(engines[1])
@@ -131,7 +137,7 @@ def test_servers_share_one_directory_and_survive_each_other(tmp_path: Path) -> N
         finally:
             first.stop()
             second.stop()
-    assert capacity_bytes * 0.9 < max(samples) <= capacity_bytes
+    assert capacity_bytes * 0.85 < max(samples) <= capacity_bytes
 
 
 def check_that_what_the_other_sealed_is_used(rig: Rig, second: Server) -> None:
