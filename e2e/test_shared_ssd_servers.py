@@ -125,7 +125,7 @@ def test_servers_share_one_directory_and_survive_each_other(tmp_path: Path) -> N
             assert rig.engine(first) == engines[0]
             check_that_its_own_is_found_again(rig, first)
 
-            check_that_both_have_their_part(rig, first, second, samples)
+            check_that_both_have_their_part(rig, first, second)
             with killed_while_asked(second, few_new_prompts(2000)):
                 time.sleep(WRITING_S)
             first.kill()
@@ -166,15 +166,15 @@ def check_that_an_orphan_is_read(rig: Rig, second: Server) -> None:
 def check_that_its_own_is_found_again(rig: Rig, first: Server) -> None:
     """And what the second one wrote in the meantime."""
     time.sleep(2 * LOOK_S)
-    shared = {seed: reload(first, prompt_of(seed), ANSWER_TOKENS) for seed in (5, 6, 100, 101)}
-    assert counters(first)["recovered_chunks"] >= 6 * CHUNKS
-    for seed, hit in shared.items():
+    for seed in (5, 6, 100, 101):
+        hit = reload(first, prompt_of(seed), ANSWER_TOKENS)
         assert said(hit.answer) == rig.right[seed]
         assert hit.bytes_from("ssd") == CHUNKS * RECORD_BYTES
         assert hit.moved["shared_hits"] == (0 if seed < 100 else CHUNKS)
+    assert counters(first)["recovered_chunks"] >= 6 * CHUNKS
 
 
-def check_that_both_have_their_part(rig: Rig, first: Server, second: Server, samples: list[int]) -> None:
+def check_that_both_have_their_part(rig: Rig, first: Server, second: Server) -> None:
     """Each writes more than its part: what is old goes, and all answers stay right."""
     for start in range(200, 200 + 2 * PROMPTS, 4):
         rig.ask_first(first, range(start, start + 4))
@@ -187,16 +187,15 @@ def check_that_both_have_their_part(rig: Rig, first: Server, second: Server, sam
         after = counters(server)
         assert after["retired_chunks"] > 0
         assert after["shared_hits"] > 0
+        after.pop('errors{reason="not_found"}', 0)  # The other may retire what is just about to be read.
         assert not sum(count for name, count in after.items() if name.startswith(("errors", "internal_errors")))
 
 
 def check_that_the_heir_has_both(rig: Rig, heir: Server) -> None:
+    """Of what was written last, and asked of one server only."""
     time.sleep(2 * LOOK_S)
-    own = shared = 0.0
-    for seed in sorted(rig.right):
+    for seed in (213, 215, 217, 313, 315, 317):
         hit = reload(heir, prompt_of(seed), ANSWER_TOKENS)
         assert said(hit.answer) == rig.right[seed]
-        shared += hit.moved["shared_hits"]
-        own += hit.bytes_from("ssd") / RECORD_BYTES - hit.moved["shared_hits"]
-    assert own >= 4 * CHUNKS
-    assert shared >= 4 * CHUNKS
+        assert hit.bytes_from("ssd") == CHUNKS * RECORD_BYTES
+        assert hit.moved["shared_hits"] == (0 if seed < 300 else CHUNKS)
