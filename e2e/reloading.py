@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from models import VOCAB
 from saria_vllm.cli.replay_drive import parse_counters
-from server import Answer, Server
+from saria_vllm.storage.format import (
+    HEADER_BYTES,
+    Entry,
+    Header,
+    index_offset,
+    parse_header,
+    parse_index,
+    parse_journal,
+)
+from server import Answer, Server, ServerDied
 
 HERE = Path(__file__).parent
 
@@ -105,3 +118,106 @@ def reload(server: Server, prompt: Sequence[int], max_tokens: int = 16) -> Reloa
 
 def data_files(ssd: Path) -> list[Path]:
     return sorted(ssd.rglob("seg-*.data"))
+
+
+Record = tuple[Path, Header, Entry]
+"""A chunk as one rank has it: the segment's file, its header, its entry."""
+
+
+def records(ssd: Path) -> dict[bytes, Record]:
+    """What lies in the segments below a directory, by chunk key."""
+    found: dict[bytes, Record] = {}
+    for path in data_files(ssd):
+        data = path.read_bytes()
+        header = parse_header(data[:HEADER_BYTES])
+        journal = path.with_suffix(".journal")
+        # A segment that is still open has no index, and one that is sealed no journal.
+        entries = parse_journal(journal.read_bytes(), header) if journal.exists() else []
+        entries = entries or parse_index(data[index_offset(header) :], header)
+        found.update({entry.key: (path, header, entry) for entry in entries})
+    return found
+
+
+def whole_prefixes(found: Mapping[bytes, Record], chunks: int) -> list[list[Record]]:
+    """Prefixes of so many chunks that nothing follows, each from its first chunk."""
+    prefixes = []
+    parents = {entry.parent for _, _, entry in found.values()}
+    for key in found.keys() - parents:
+        keys = [key]
+        while (parent := found[keys[0]][2].parent) in found:
+            keys.insert(0, parent)
+        if len(keys) == chunks and not parent:
+            prefixes.append([found[key] for key in keys])
+    return prefixes
+
+
+def flip_a_bit(file: BinaryIO, offset: int) -> None:
+    file.seek(offset)
+    byte = file.read(1)
+    file.seek(offset)
+    file.write(bytes([byte[0] ^ 1]))
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes on disk of everything in a folder, as du(1) counts them."""
+    total = 0
+    for path in [folder, *folder.rglob("*")]:
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:
+            pass  # It went while we looked.
+    return total
+
+
+@contextmanager
+def watched(folder: Path, every_s: float = 0.05) -> Iterator[list[int]]:
+    """Samples of `disk_bytes` while the block runs."""
+    samples: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(every_s):
+            samples.append(disk_bytes(folder))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+
+
+def pool_bytes(server: Server) -> int:
+    """Memory that a server's DRAM pools take, over all its processes."""
+    pools = {}
+    for descriptor in itertools.chain.from_iterable(Path(f"/proc/{pid}/fd").iterdir() for pid in server.pids()):
+        if os.readlink(descriptor).startswith("/dev/shm/saria-pool-"):
+            pools[descriptor.stat().st_ino] = descriptor.stat().st_blocks * 512
+    return sum(pools.values())
+
+
+@contextmanager
+def killed_while_asked(server: Server, prompts: Iterator[Sequence[int]], threads: int = 2) -> Iterator[None]:
+    """Ask prompt after prompt while the block runs, and `kill -9` at its end, in the middle of them."""
+    stop, lock = threading.Event(), threading.Lock()
+
+    def ask() -> None:
+        while not stop.is_set():
+            with lock:
+                prompt = next(prompts)
+            try:
+                server.complete(prompt, 1)
+            except ServerDied:
+                return
+
+    asking = [threading.Thread(target=ask) for _ in range(threads)]
+    for thread in asking:
+        thread.start()
+    try:
+        yield
+    finally:
+        server.kill()
+        stop.set()
+        for thread in asking:
+            thread.join()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from models import ensure_model
-from reloading import connector, counters, make_prompt, reload, said
+from reloading import connector, counters, killed_while_asked, make_prompt, reload, said
 from saria_vllm.cli.replay_drive import parse_counters
-from server import Server, ServerDied
+from server import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -72,24 +72,8 @@ def test_kill_9_during_ssd_writes(tmp_path: Path) -> None:
 def write_until_killed(server: Server, seed: int, seconds: float) -> tuple[float, float]:
     """Ask new prompts without a pause, kill in the middle; chunks on SSD before, and when last seen."""
     before = on_ssd(parse_counters(server.metrics()))
-    stop = threading.Event()
-
-    def ask() -> None:
-        number = seed
-        while not stop.is_set():
-            try:
-                server.complete(make_prompt(number, 8 * CHUNK_TOKENS), 1)
-            except ServerDied:
-                return
-            number += 1
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    time.sleep(seconds)
-    last = on_ssd(parse_counters(server.metrics()))
-    server.kill()
-    stop.set()
-    for thread in threads:
-        thread.join()
+    prompts = (make_prompt(number, 8 * CHUNK_TOKENS) for number in itertools.count(seed))
+    with killed_while_asked(server, prompts):
+        time.sleep(seconds)
+        last = on_ssd(parse_counters(server.metrics()))
     return before, last

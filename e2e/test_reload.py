@@ -9,21 +9,25 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
 from models import ensure_model
-from reloading import KINDS, Kind, Right, connector, counters, data_files, make_prompt, reload, said
-from saria_vllm.storage.format import (
-    Entry,
-    Header,
-    index_offset,
-    parse_header,
-    parse_index,
-    parse_journal,
-    record_offset,
+from reloading import (
+    KINDS,
+    Kind,
+    Right,
+    connector,
+    counters,
+    data_files,
+    flip_a_bit,
+    make_prompt,
+    records,
+    reload,
+    said,
+    whole_prefixes,
 )
+from saria_vllm.storage.format import HEADER_BYTES, index_offset, parse_header, record_offset
 from server import Server
 
 pytestmark = pytest.mark.vllm
@@ -31,7 +35,6 @@ pytestmark = pytest.mark.vllm
 PROMPTS = 5
 LONGER_CHUNKS = 3
 ANSWER_TOKENS = 16
-HEADER_BYTES = 4096
 
 
 class Rig:
@@ -199,27 +202,11 @@ def test_b24_after_one_corrupted_record_the_prefix_before_it_is_used(rig: Rig, r
 
 def corrupt_chunk_of_one_prompt(rig: Rig, place: int) -> int:
     """Flip one bit in chunk `place` of a prompt that shares no chunk with another; bytes of a record."""
-    found: dict[bytes, tuple[Path, Header, Entry]] = {}
-    for path in data_files(rig.ssd):
-        data = path.read_bytes()
-        header = parse_header(data[:HEADER_BYTES])
-        journal = path.with_suffix(".journal")
-        # A segment that is still open has no index, and one that is sealed no journal.
-        entries = parse_journal(journal.read_bytes(), header) if journal.exists() else []
-        entries = entries or parse_index(data[index_offset(header) :], header)
-        found.update({entry.key: (path, header, entry) for entry in entries})
-    parents = [entry.parent for _, _, entry in found.values()]
-    for key in [key for key in found if parents.count(key) == 0]:
-        prefix = [key]
-        while parent := found[prefix[0]][2].parent:
-            prefix.insert(0, parent)
-        if len(prefix) == rig.kind.prefix_chunks:
-            path, header, entry = found[prefix[place]]
-            with path.open("r+b") as file:
-                flip_a_bit(file, record_offset(header.record_bytes, entry.record) + 1000)
-                os.fsync(file.fileno())
-            return header.record_bytes
-    raise AssertionError(f"no prefix of {rig.kind.prefix_chunks} chunks")
+    path, header, entry = whole_prefixes(records(rig.ssd), rig.kind.prefix_chunks)[0][place]
+    with path.open("r+b") as file:
+        flip_a_bit(file, record_offset(header.record_bytes, entry.record) + 1000)
+        os.fsync(file.fileno())
+    return header.record_bytes
 
 
 def test_b24_a_corrupted_record_is_recomputed_and_never_offered_again(rig: Rig, restarted: Server) -> None:
@@ -241,13 +228,6 @@ def flip_a_bit_in_every_record(rig: Rig) -> None:
             for offset in range(HEADER_BYTES + 1000, os.path.getsize(path), 65536):
                 flip_a_bit(file, offset)
             os.fsync(file.fileno())
-
-
-def flip_a_bit(file: BinaryIO, offset: int) -> None:
-    file.seek(offset)
-    byte = file.read(1)
-    file.seek(offset)
-    file.write(bytes([byte[0] ^ 1]))
 
 
 def test_every_data_byte_overwritten_between_two_servers(rig: Rig, restarted: Server) -> None:

@@ -137,7 +137,10 @@ class SchedulerSide:
         self._log_start()
 
     def _log_start(self) -> None:
-        sizing = self.sizing
+        sizing, ssd = self.sizing, "off"
+        if (directory := self.ssd.directory) is not None:
+            rank_bytes = sizing.segment_bytes * sizing.segments_max * len(directory.paths)
+            ssd = f"{format_bytes(rank_bytes)} for each rank, in {', '.join(directory.directories)}"
         logger.info(
             "SARIA: %s; this engine: %s DRAM, %s for each of %d rank(s); chunks of %d tokens = %s per rank; "
             "%d DRAM slots; SSD %s",
@@ -148,7 +151,7 @@ class SchedulerSide:
             self._chunk_tokens,
             "+".join(format_bytes(shape.record_bytes) for shape in sizing.shapes),
             sum(self.tiers.chunks.slots.total(group) for group in range(len(sizing.shapes))),
-            ", ".join(self.ssd.directory.directories) if self.ssd.directory else "off",
+            ssd,
         )
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -158,6 +161,8 @@ class SchedulerSide:
 
     def new_request(self, request: Any) -> None:
         state = self._requests[request.request_id] = RequestState(request)
+        if self.ssd.sharing is not None and not self._off:
+            self.ssd.sharing.take_news()
         if not state.wrong_hints:
             return
         count(self.tiers.chunks.counts, "hints_ignored", len(state.wrong_hints))

@@ -1,13 +1,15 @@
 """What this engine shares with others on its SSD paths: capacity, write budgets, and what each has sealed.
 
 A thread looks every few seconds; the engine's thread goes by what it saw, once per step. An idle engine takes no steps:
-it gives up what it may still come to use, and what it has with its next step.
+it gives up what it may still come to use, and what it has with its next step. What others sealed it takes over when a
+request arrives, before that is looked up.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import NamedTuple
 
 from saria_connector.sizing import Sizing
@@ -60,6 +62,8 @@ class Sharing:
         shapes = {shape.group: shape for shape in sizing.shapes}
         self._others = OthersFiles(directory.paths, directory.namespace, directory.index, sizing.ranks, shapes)
         self._news: _News | None = None
+        self._more = False
+        """Whether the last look left something to look at."""
         self._budgets: list[DriveBudget] | None = None
         self._tiers: Tiers | None = None
         self._thread: threading.Thread | None = None
@@ -102,23 +106,27 @@ class Sharing:
         return self._find()
 
     def _find(self) -> bool:
-        """Look at what others sealed; whether there is more."""
-        if self._news is not None or self._directory.generation != self._generation:
+        """Look at what others sealed, once the last look's news was taken; whether there is more."""
+        if self._directory.generation != self._generation:
             return False  # After a reset this engine has other weights than those whose KV is on disk.
-        found, gone, more = self._others.look()
-        if found or gone:
-            self._news = _News(found, gone)
-        return more
+        if self._news is None:
+            found, gone, self._more = self._others.look()
+            if found or gone:
+                self._news = _News(found, gone)
+        return self._more
 
     def _look_at_budgets(self) -> None:
         if self._wear is not None:
             self._budgets = [drive.look() for drive in self._wear.drives]
 
     def _run(self) -> None:
-        more = False
+        more, looked = False, time.monotonic()
         try:
             while not self._ended.wait(MORE_S if more else LOOK_S):
-                more = self._find() if more else self.look()
+                if more and time.monotonic() < looked + LOOK_S:
+                    more = self._find()
+                else:
+                    more, looked = self.look(), time.monotonic()
         except Exception:
             logger.exception("SARIA: a fault of ours; what other engines share is not looked at any more")
 
@@ -141,9 +149,14 @@ class Sharing:
         if budgets is not None and self._wear is not None:
             for drive, budget in zip(self._wear.drives, budgets, strict=True):
                 drive.shared(budget, now)
+        if self._tiers is not None:
+            self._tiers.shrink_ssd()
+        self.take_news()
+
+    def take_news(self) -> None:
+        """Index what others sealed."""
         if self._tiers is None:
             return
-        self._tiers.shrink_ssd()
         news, self._news = self._news, None
         if news is not None and self._directory.generation == self._generation:
             self._tiers.adopt_others(news.found, news.gone)

@@ -111,3 +111,14 @@ def test_every_counter_is_known_to_prometheus() -> None:
         for value in labels:
             metrics.observe({f"{name}:{value}" if value else name: 3}, 0)
     assert generate_latest(registry).decode().count("} 3.0") == sum(len(m.values) or 1 for m in COUNTERS.values())
+
+
+def test_b46_the_start_says_totals_and_each_ranks_share(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vllm.saria"):
+        make(**two_drives(tmp_path), ranks=2)
+    (start,) = [text for record in caplog.records if "DRAM slots" in (text := record.getMessage())]
+    assert "dram_capacity=8.00MiB ssd_capacity=128.00MiB" in start
+    assert "8.00MiB DRAM, 4.00MiB for each of 2 rank(s)" in start
+    assert "SSD 64.00MiB for each rank, in" in start

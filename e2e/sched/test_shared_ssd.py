@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,37 @@ def test_a_request_is_served_from_what_another_engine_sealed(together: Make, ran
     assert ours.counted("shared_hits") == 6 and ours.counted("hit_tokens:ssd") == 96
     (load,) = [job for job in ours.begun("load") if job.request_id == "hit"]
     assert {item.extent.drive for item in load.items} == {2}
+
+
+def test_an_idle_engine_finds_what_others_sealed_with_its_first_request(together: Make) -> None:
+    """The look is over long before that, and the first step comes after the look-up."""
+    ours, theirs = together(), together()
+    foreign(ours, seal(theirs, keys_of(theirs)), theirs)
+    assert ours.side.ssd.sharing is not None
+    ours.side.ssd.sharing.look()
+    ours.serve("first for long", prompt(100))
+    assert ours.offered("first for long") == [96]
+    assert ours.counted("shared_hits") == 6
+
+
+def test_steps_that_are_slow_do_not_slow_down_what_is_found(
+    together: Make, known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one look finds is bounded, and taken by a step: a step may take longer than the pause to the next look."""
+    theirs = together()
+    seal(theirs, keys_of(theirs))
+    monkeypatch.undo()
+    monkeypatch.setattr(opening, "LEASE_WAIT_S", 0.0)
+    monkeypatch.setattr("saria_connector.sharing.LOOK_S", 0.05)
+    monkeypatch.setattr("saria_connector.sharing.MORE_S", 0.01)
+    monkeypatch.setattr("saria_vllm.storage.foreign.FOUND_MAX", 1)
+    ours = together()
+    time.sleep(0.5)
+    monkeypatch.setattr("saria_connector.sharing.LOOK_S", 60.0)
+    for number in range(8):
+        time.sleep(0.1)
+        ours.serve(f"step {number}", prompt(20, seed=71))
+    assert ours.counted("shared_chunks") == 6
 
 
 def test_what_only_one_rank_of_the_other_sealed_is_not_found(together: Make) -> None:
