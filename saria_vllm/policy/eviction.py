@@ -41,6 +41,9 @@ class Evictor:
         """On their way to SSD, by drive: each has its share of the bound, so one that hangs holds up no other."""
         self._evicting = [0] * len(shapes)
         """Slots that writes in flight will free, by group."""
+        self._enough_at = -1
+        """`SlotAllocator.takes` when there was room enough last, -1 where it may not be any more: most steps take
+        no slot, and need not look."""
         self._wanted: dict[int, None] = {}
         """Rows admitted before eviction, waiting for `make_room`."""
         self._second_chance = second_chance
@@ -63,6 +66,7 @@ class Evictor:
         leaving = rows[index.evicting[rows] == 1]
         index.evicting[leaving] = 0
         self._evicting[group] -= len(leaving)
+        self._enough_at = -1
 
     def grant(self, group: int, rows: Rows) -> None:
         """A request reuses these chunks, -1 where one is unknown: those whose segments go soon may be written to SSD
@@ -81,6 +85,8 @@ class Evictor:
 
     def make_room(self, now: float) -> list[PersistJob]:
         """See `Tiers.make_room`."""
+        if not self._wanted and self._enough_at == self._chunks.slots.takes:
+            return []
         persists = self._persist_wanted(now) if self._wanted else []
         while (rows := self._victims()).size:
             jobs, went_on = self._evict(rows, now)
@@ -110,8 +116,9 @@ class Evictor:
         """Rows of one group to evict next; none when the headroom is there for all groups at once or on its way, or
         nothing can be evicted."""
         slots, recency = self._chunks.slots, self._chunks.recency
-        coming = [wanted - evicting for wanted, evicting in zip(self._headroom, self._evicting, strict=True)]
+        coming = self._coming()
         if slots.slabs_short(coming) <= 0:
+            self._enough_at = slots.takes
             return NO_ROWS
         short = [group for group, wanted in enumerate(coming) if slots.free_in_own_slabs(group) < wanted]
         for group in short:
@@ -122,6 +129,10 @@ class Evictor:
             # A group without any slab can only get one that another group empties.
             return next((rows for order in recency if (rows := order.oldest(1)).size), NO_ROWS)
         return NO_ROWS
+
+    def _coming(self) -> list[int]:
+        """Slots to keep free that no write in flight will free, by group."""
+        return [wanted - evicting for wanted, evicting in zip(self._headroom, self._evicting, strict=True)]
 
     def _evict(self, rows: Rows, now: float) -> tuple[list[PersistJob], bool]:
         """Evict rows of one group, the oldest first. False when it stopped at one that should wait for its write."""
@@ -333,10 +344,11 @@ class Evictor:
     def clear(self) -> None:
         """Forget what was wanted; writes in flight end as they are."""
         self._wanted.clear()
-        self._evicting = [0] * len(self._shapes)
+        self._evicting, self._enough_at = [0] * len(self._shapes), -1
 
     def check(self) -> None:
         """Assert the invariants; for tests."""
         index = self._chunks.index
         for group, number in enumerate(self._evicting):
             assert int((index.evicting[index.group == group] == 1).sum()) == number
+        assert self._enough_at != self._chunks.slots.takes or self._chunks.slots.slabs_short(self._coming()) <= 0

@@ -42,6 +42,8 @@ class SlotAllocator:
         """Slabs of each group that have a free cell."""
         self._free_in_partial = [0] * len(cells_per_slab)
         self.used = [0] * len(cells_per_slab)
+        self.takes = 0
+        """Calls of `take`: while there is none, no free slot goes."""
         self._taken = np.zeros((slabs, max(cells_per_slab)), np.bool_)
 
     def free(self, group: int) -> int:
@@ -70,6 +72,7 @@ class SlotAllocator:
 
     def take(self, group: int, count: int) -> Ints:
         """`count` free slots as rows of (slab, cell), fewer when there are fewer."""
+        self.takes += 1
         partial, places = self._partial[group], [np.empty((0, 2), np.int32)]
         while count > 0:
             if partial:
