@@ -317,11 +317,13 @@ class FoundChunks(msgspec.Struct, frozen=True, eq=False):
         return _texts(self.keys, self.key_bytes)
 
     def parent_list(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Their parents: the same objects as `keys`, which are theirs, where a chunk lies behind its parent."""
-        behind = _same(self.parents[1:], self.keys[:-1]) & (self.parent_bytes[1:] == self.key_bytes[:-1])
-        parents = [b"", *keys]
-        parents.pop()
-        others = (~np.append(False, behind)).nonzero()[0] if keys else np.empty(0, np.int64)
+        """Their parents: where most chunks lie before theirs, as eviction writes them to one drive, the same objects as
+        `keys`, which are theirs."""
+        before = _same(self.parents[:-1], self.keys[1:]) & (self.parent_bytes[:-1] == self.key_bytes[1:])
+        before = np.append(before, False)[: len(keys)]
+        if np.count_nonzero(before) <= len(keys) // 2:
+            return _texts(self.parents, self.parent_bytes)
+        parents, others = [*keys[1:], b""], (~before).nonzero()[0]
         for at, parent in zip(others.tolist(), _texts(self.parents[others], self.parent_bytes[others]), strict=True):
             parents[at] = parent
         return parents

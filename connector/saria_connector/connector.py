@@ -151,7 +151,8 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
-        self._scheduler.loads_failed(connector_output.failed_recving or set())
+        if connector_output.failed_recving:
+            self._scheduler.loads_failed(connector_output.failed_recving)
         metadata = connector_output.kv_connector_worker_meta
         if isinstance(metadata, SariaWorkerMetadata):
             for result in metadata.results:
