@@ -70,25 +70,44 @@ def recorded(directory: Path) -> Iterator[list[Operation]]:
             setattr(os, name, call)
 
 
+NOTHING, START, REST, ALL = range(4)
+"""How much of an operation reached the disk. A write's start is its first 4 KiB, or half of a small one."""
+
 Parts = tuple[int, ...]
-"""How much of each operation reached the disk: 0 nothing, 1 a torn part (writes only), 2 all."""
+"""One of these for each operation."""
 
 
 def all_parts(operations: Sequence[Operation]) -> list[Parts]:
     """Every combination; the last one is all of everything."""
-    return list(itertools.product(*((0, 1, 2) if operation.kind == "write" else (0, 2) for operation in operations)))
+    return list(itertools.product(*map(_parts_of, operations)))
+
+
+def _parts_of(operation: Operation) -> Parts:
+    if operation.kind != "write":
+        return NOTHING, ALL
+    return (NOTHING, START, REST, ALL) if len(operation.data) > 4096 else (NOTHING, START, ALL)
+
+
+def crash_states(operations: Sequence[Operation], pending_max: int) -> list[Parts]:
+    """For a crash at any time with at most so many pending operations; the last one is all of everything."""
+    states = []
+    for end in range(min(pending_max, len(operations)), len(operations) + 1):
+        first = max(0, end - pending_max)
+        done, not_begun = (ALL,) * first, (NOTHING,) * (len(operations) - end)
+        states += [done + parts + not_begun for parts in all_parts(operations[first:end])]
+    return states
 
 
 def state(before: Files, operations: Sequence[Operation], parts: Parts) -> Files:
     """What the disk holds then. The order matters only to operations on the same bytes."""
     files = {name: bytearray(content) for name, content in before.items()}
     for operation, part in zip(operations, parts, strict=True):
-        if part:
-            _apply(files, operation, torn=part == 1)
+        if part != NOTHING:
+            _apply(files, operation, part)
     return {name: bytes(content) for name, content in files.items()}
 
 
-def _apply(files: dict[str, bytearray], operation: Operation, torn: bool) -> None:
+def _apply(files: dict[str, bytearray], operation: Operation, part: int) -> None:
     kind, name, offset, data = operation
     if kind == "unlink":
         files.pop(name, None)
@@ -97,8 +116,11 @@ def _apply(files: dict[str, bytearray], operation: Operation, torn: bool) -> Non
     if kind == "make":
         content.extend(bytes(max(0, offset - len(content))))
         return
-    if torn:  # The first 4 KiB of a large write, half of a small one.
-        data = data[: 4096 if len(data) > 4096 else len(data) // 2]
+    start = 4096 if len(data) > 4096 else len(data) // 2
+    if part == START:
+        data = data[:start]
+    elif part == REST:
+        offset, data = offset + start, data[start:]
     content.extend(bytes(max(0, offset + len(data) - len(content))))
     content[offset : offset + len(data)] = data
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,15 @@ def test_passes_move_what_they_say_in_the_order_they_say(direct: Path, monkeypat
     assert engine.closed
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Children take SIGINT even where these tests run in a shell's background, which ignores it for all below it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(direct: Path, how: signal.Signals) -> None:
     command = [sys.executable, "-m", "saria_vllm.cli", "bench", "ssd", "--path", str(direct), *QUICK, "--seconds", "9"]
