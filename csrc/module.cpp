@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <stdexcept>
@@ -19,6 +20,24 @@ namespace {
 constexpr unsigned kDepthMax = 4096;
 constexpr double kTimeoutMax = 1e6;
 
+// The GIL, released for a scope. CPython before 3.14 ends a daemon thread that wants it back while the interpreter ends,
+// by an unwinding that no destructor lets through: the process would abort. Such a thread waits for its end instead.
+class NoGil {
+  public:
+    NoGil() : state_(PyEval_SaveThread()) {}
+    NoGil(const NoGil &) = delete;
+    ~NoGil() {
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (...) {
+            for (;;) pause();
+        }
+    }
+
+  private:
+    PyThreadState *state_;
+};
+
 [[noreturn]] void raise_errno(int error) {
     errno = error;
     PyErr_SetFromErrno(PyExc_OSError);
@@ -34,7 +53,7 @@ void check_record(uint64_t nbytes) {
 
 uint64_t py_checksum(uint64_t addr, uint64_t nbytes, uint64_t seed) {
     check_record(nbytes);
-    nb::gil_scoped_release nogil;
+    NoGil nogil;
     return checksum(pointer(addr), nbytes, seed);
 }
 
@@ -46,25 +65,25 @@ void check_many(const PageMap &map, const std::vector<uint64_t> &records, const 
 
 void gather(const PageMap &map, uint64_t dst, const Blocks &blocks) {
     map.check(blocks, false);
-    nb::gil_scoped_release nogil;
+    NoGil nogil;
     map.gather(pointer(dst), blocks);
 }
 
 void gather_many(const PageMap &map, const std::vector<uint64_t> &dsts, const std::vector<Blocks> &blocks) {
     check_many(map, dsts, blocks, false);
-    nb::gil_scoped_release nogil;
+    NoGil nogil;
     for (size_t i = 0; i < dsts.size(); ++i) map.gather(pointer(dsts[i]), blocks[i]);
 }
 
 void scatter(const PageMap &map, uint64_t src, const Blocks &blocks) {
     map.check(blocks, true);
-    nb::gil_scoped_release nogil;
+    NoGil nogil;
     map.scatter(pointer(src), blocks);
 }
 
 void scatter_many(const PageMap &map, const std::vector<uint64_t> &srcs, const std::vector<Blocks> &blocks) {
     check_many(map, srcs, blocks, true);
-    nb::gil_scoped_release nogil;
+    NoGil nogil;
     for (size_t i = 0; i < srcs.size(); ++i) map.scatter(pointer(srcs[i]), blocks[i]);
 }
 
@@ -74,7 +93,7 @@ uint64_t scatter_verify(const PageMap &map, uint64_t src, uint64_t nbytes, uint6
     if (nbytes < map.block_bytes() * blocks.size())
         throw std::invalid_argument("nbytes " + std::to_string(nbytes) + " is less than the payload of " +
                                     std::to_string(blocks.size()) + " blocks");
-    nb::gil_scoped_release nogil;
+    NoGil nogil;
     return map.scatter_verify(pointer(src), nbytes, seed, blocks);
 }
 
@@ -90,7 +109,7 @@ struct PyUring {
         if (!ring.is_open()) raise_errno(EBADF);
         int error;
         {
-            nb::gil_scoped_release nogil;
+            NoGil nogil;
             error = ring.register_memory(addr, nbytes);
         }
         if (error) raise_errno(error);
@@ -103,7 +122,7 @@ struct PyUring {
         if (ring.in_flight() == ring.depth()) throw std::runtime_error("more than depth transfers in flight");
         int error;
         {
-            nb::gil_scoped_release nogil;
+            NoGil nogil;
             error = ring.submit(static_cast<Uring::Op>(op), fd, addr, nbytes, offset, tag);
         }
         if (error) raise_errno(error);
@@ -115,7 +134,7 @@ struct PyUring {
         std::vector<Uring::Completion> out;
         int error;
         {
-            nb::gil_scoped_release nogil;
+            NoGil nogil;
             error = ring.reap(timeout_s < kTimeoutMax ? timeout_s : kTimeoutMax, out);
         }
         if (error) raise_errno(error);
@@ -125,7 +144,7 @@ struct PyUring {
     unsigned in_flight() const { return ring.is_open() ? ring.in_flight() : 0; }
 
     void close() {
-        nb::gil_scoped_release nogil;
+        NoGil nogil;
         ring.close();
     }
 

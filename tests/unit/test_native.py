@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -241,3 +242,27 @@ def test_scatter_verify_copies_pages_of_any_alignment_and_no_byte_beside_them(pa
     found = page_map.scatter_verify(record.ctypes.data, record.nbytes, 9, ids)
     assert found == _native.checksum(record.ctypes.data, record.nbytes, 9)
     assert (memory == expected).all()
+
+
+ENDS_IN_NATIVE_CODE = """
+import ctypes, mmap, threading, time
+from saria_vllm import _native
+
+memory = mmap.mmap(-1, 1 << 20)
+began = threading.Event()
+
+def work():
+    while True:
+        began.set()
+        _native.checksum(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), 0)
+
+threading.Thread(target=work, daemon=True).start()
+began.wait()
+time.sleep(0.05)
+"""
+
+
+def test_a_process_ends_well_while_a_daemon_thread_is_in_native_code() -> None:
+    """As a check of `saria doctor` that is left behind, or an SSD thread whose drive hangs at a shutdown."""
+    ended = subprocess.run([sys.executable, "-c", ENDS_IN_NATIVE_CODE], capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
