@@ -13,7 +13,6 @@ from saria_vllm.storage import format as fmt
 from saria_vllm.storage.directories import open_regular
 from saria_vllm.storage.drives import Drive, sync_directory, write_aligned, write_whole
 from saria_vllm.storage.recovery import data_name, journal_name
-from saria_vllm.types import align_up
 
 FREE, WRITING, LIVE, GONE = range(4)
 """States of a record, in one byte each."""
@@ -49,11 +48,6 @@ class Segment:
         """Records that are free or being written."""
         self._journal_fd = -1
         self._salt = fmt.salt_of(header)
-
-    @property
-    def bytes_on_disk(self) -> int:
-        """What the files occupy."""
-        return fmt.data_file_bytes(self.header.record_bytes, self.header.records_max) + align_up(self.journal_bytes)
 
     @property
     def data_path(self) -> str:

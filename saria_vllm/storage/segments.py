@@ -127,12 +127,12 @@ class SegmentStore:
         Raises:
             StorageError: the extent cannot be written: no such drive or group, record out of range, written before,
                 another group's or a sealed segment, or one segment too many.
-            OSError: the segment's file cannot be made (ENOSPC, EIO, ...); nothing of it is left.
+            OSError: the segment's file cannot be made (ENOSPC, EIO, ...); the next record of it tries again.
         """
         segment = self._segment_to_write(group, extent)
         with segment.file_lock:
             if segment.state == FileState.NEW:
-                self._create(segment)
+                segment.create()
             with self._lock:
                 if segment.state != FileState.OPEN or segment.states[extent.record] != FREE:
                     raise StorageError(f"{extent} cannot be written: written before, or its segment is not open")
@@ -167,7 +167,8 @@ class SegmentStore:
             return
         with segment.file_lock:
             with self._lock:
-                if segment.state == FileState.OPEN and segment.states[extent.record] in (FREE, WRITING):
+                begun = segment.state in (FileState.NEW, FileState.OPEN)
+                if begun and segment.states[extent.record] in (FREE, WRITING):
                     segment.finish(extent.record, GONE)
             self._seal_if_finished(segment)
 
@@ -266,11 +267,6 @@ class SegmentStore:
         """Whether our directory on a drive is still where it was: somebody may have removed, moved or replaced it."""
         path = os.path.join(self._open.directories[drive % len(self.drives)], f"r{self._rank}")
         return os.path.isdir(path) and not os.path.islink(path)
-
-    def bytes_on_disk(self) -> int:
-        """Bytes that this rank's files occupy over all drives."""
-        with self._lock:
-            return sum(segment.bytes_on_disk for segment in self._segments.values())
 
     def close(self) -> None:
         """Seal what is open (one index write and one sync each), close all files. Idempotent. No payload may be
@@ -383,15 +379,6 @@ class SegmentStore:
         header = fmt.Header(self._store_id, self._rank, extent.segment, group, record_bytes, records_max)
         self._segments[extent[:2]] = Segment(extent.drive, drive, header)
         self._next_segment_id = max(self._next_segment_id, extent.segment + 1)
-
-    def _create(self, segment: Segment) -> None:
-        try:
-            segment.create()
-        except OSError:
-            with self._lock:
-                segment.state = FileState.ENDED
-                self._segments.pop(segment.place, None)
-            raise
 
     def _entry_to_commit(self, segment: Segment, extent: Extent, key: bytes, parent: bytes, checksum: int) -> fmt.Entry:
         with self._lock:
