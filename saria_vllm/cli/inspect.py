@@ -22,8 +22,8 @@ from saria_vllm.config import EnduranceConfig, format_bytes
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.endurance import DAY_S, EnduranceState, drive_life_years
 from saria_vllm.storage.reclaim import remove_namespace
-from saria_vllm.storage.survey import EngineView, NamespaceView, endurance_indexes, namespaces_in, view_namespace
-from saria_vllm.storage.wear import device_bytes, read_state
+from saria_vllm.storage.survey import EngineView, NamespaceView, namespaces_in, view_namespace
+from saria_vllm.storage.wear import device_bytes, engines_with_state, read_state
 
 AGES = {"1d": DAY_S, "7d": 7 * DAY_S, "30d": 30 * DAY_S}
 """Of the hit history."""
@@ -170,8 +170,8 @@ def wear(path: str, now: float) -> list[dict[str, Any]]:
     """What the engines' own accounts say of an SSD path, and how long it lasts at the rate of the last day."""
     try:
         rated = device_bytes([path])[0]
-        indexes = endurance_indexes(path)
-    except (OSError, StorageError):
+        indexes = engines_with_state(path)
+    except StorageError:
         return []
     found = []
     for index in indexes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -18,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from saria_vllm.errors import StorageError
-from saria_vllm.storage import directories, segment_check
+from saria_vllm.storage import segment_check, wear
 from saria_vllm.storage.directories import (
     ENGINE_NAME,
     GENERATION_NAME,
     LEASE_NAME,
     NAMESPACE_NAME,
+    NEW,
     PARTS_NAME,
     RANK_NAME,
     SHARING_NAME,
@@ -40,7 +40,6 @@ from saria_vllm.storage.format import FORMAT_VERSION
 from saria_vllm.storage.namespace import namespace_name, parse_generation, store_id
 from saria_vllm.storage.recovery import data_name, journal_name, segment_of_name
 from saria_vllm.storage.segment_check import Place, Problem, SegmentView
-from saria_vllm.storage.wear import read_state
 from saria_vllm.types import align_up
 
 CONFIRM_S = (0.2, 0.5, 2.0)
@@ -50,9 +49,6 @@ TEMPORARY_S = 60.0
 """A temporary file that is older belongs to nobody who still writes it."""
 
 FOREIGN_NAMED_MAX = 3
-
-_ENDURANCE = re.compile(r"endurance-e(0|[1-9][0-9]{0,5})\.(json|lease)")
-_NEW = ".new"
 
 
 class Finding(NamedTuple):
@@ -176,25 +172,25 @@ class DirectoryCheck:
             used = used or int(name[1:]) in busy
         if parts is None and engines:
             yield from self._bad_file(fd, at, PARTS_NAME, "parts", "missing, damaged or another namespace's", used)
-        if f"{PARTS_NAME}{_NEW}" in names:
-            yield from self._temporary(fd, at, f"{PARTS_NAME}{_NEW}", used)
+        if f"{PARTS_NAME}{NEW}" in names:
+            yield from self._temporary(fd, at, f"{PARTS_NAME}{NEW}", used)
 
     def _top_file(self, top_fd: int, name: str) -> Iterator[Finding]:
-        match = _ENDURANCE.fullmatch(name.removesuffix(_NEW))
+        match = wear.FILE_NAME.fullmatch(name.removesuffix(NEW))
         if match is None or match[2] == "lease":
             yield from self._small_status(top_fd, TOP_NAME, name)
             return
         index = int(match[1])
         try:
-            used = directories.is_leased(top_fd, f"endurance-e{index}.lease")
+            used = is_leased(top_fd, f"endurance-e{index}.lease")
         except OSError:
             used = True  # It cannot be asked.
-        if name.endswith(_NEW):
+        if name.endswith(NEW):
             yield from self._temporary(top_fd, TOP_NAME, name, used)
             return
         yield from self._small_status(top_fd, TOP_NAME, name)
         try:
-            read_state(self._path, index)
+            wear.read_state(self._path, index)
         except StorageError:
             what = "damaged: what was written to this drive is not known"
             yield from self._bad_file(top_fd, TOP_NAME, name, "endurance", what, used)
@@ -250,8 +246,8 @@ class DirectoryCheck:
                 what = "missing" if data is None else "damaged"
                 what += ": the next engine uses nothing of what is here"
                 yield Finding("generation", f"{at}/{GENERATION_NAME}", None, what, False)
-            if f"{GENERATION_NAME}{_NEW}" in names:
-                yield from self._temporary(fd, at, f"{GENERATION_NAME}{_NEW}", not leased)
+            if f"{GENERATION_NAME}{NEW}" in names:
+                yield from self._temporary(fd, at, f"{GENERATION_NAME}{NEW}", not leased)
             if parts is not None and parts.get("format") != FORMAT_VERSION:
                 what = f"format version {parts.get('format')!r}, not {FORMAT_VERSION}: not looked into; saria inspect "
                 yield Finding("version", at, None, what + "drops it", False)
@@ -436,15 +432,16 @@ def _segment(name: str, kind: str) -> int | None:
 
 
 def _is_top_name(name: str) -> bool:
-    return name == SHARING_NAME or bool(NAMESPACE_NAME.fullmatch(name) or _ENDURANCE.fullmatch(name.removesuffix(_NEW)))
+    known = NAMESPACE_NAME.fullmatch(name) or wear.FILE_NAME.fullmatch(name.removesuffix(NEW))
+    return name == SHARING_NAME or known is not None
 
 
 def _is_namespace_name(name: str) -> bool:
-    return bool(ENGINE_NAME.fullmatch(name)) or name.removesuffix(_NEW) == PARTS_NAME
+    return bool(ENGINE_NAME.fullmatch(name)) or name.removesuffix(NEW) == PARTS_NAME
 
 
 def _is_engine_name(name: str) -> bool:
-    return bool(RANK_NAME.fullmatch(name)) or name == LEASE_NAME or name.removesuffix(_NEW) == GENERATION_NAME
+    return bool(RANK_NAME.fullmatch(name)) or name == LEASE_NAME or name.removesuffix(NEW) == GENERATION_NAME
 
 
 def _is_rank_name(name: str) -> bool:

@@ -19,7 +19,7 @@ FREE, WRITING, LIVE, GONE = range(4)
 
 
 class FileState(enum.Enum):
-    """NEW: no file yet. OPEN: records may be written. SEALED: read only. ENDED: retired, closed or never made."""
+    """NEW: no file yet. OPEN: records may be written. SEALED: read only. ENDED: retired or closed."""
 
     NEW = 0
     OPEN = 1

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from saria_vllm import _native
 from saria_vllm.errors import FormatError
 from saria_vllm.storage import format as fmt
-from saria_vllm.storage.directories import open_regular
+from saria_vllm.storage.directories import open_regular, remove
 from saria_vllm.storage.drives import read_aligned, write_whole
 from saria_vllm.storage.recovery import data_name, journal_name
 
@@ -124,7 +124,7 @@ def drop(rank_fd: int, view: SegmentView, problems: Iterable[Problem]) -> None:
     problems = list(problems)
     if any(problem.drop == UNLINK for problem in problems):
         for name in (data_name(view.segment), journal_name(view.segment)):
-            _unlink(rank_fd, name)
+            remove(rank_fd, name)
         return
     records = [problem.record for problem in problems if problem.drop == RECORD and problem.record is not None]
     if not records and not any(problem.drop == TRUNCATE for problem in problems):
@@ -329,10 +329,3 @@ def _is_directory(directory_fd: int, name: str) -> bool:
         return stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode)
     except FileNotFoundError:
         return False
-
-
-def _unlink(directory_fd: int, name: str) -> None:
-    try:
-        os.unlink(name, dir_fd=directory_fd)
-    except FileNotFoundError:
-        pass
