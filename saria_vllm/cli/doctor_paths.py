@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from saria_vllm.cli.doctor_checks import Check, Machine, cpus_of
+from saria_vllm.cli.doctor_checks import Check, Machine
 from saria_vllm.cli.inspect import wear
 from saria_vllm.config import format_bytes
+from saria_vllm.engine.cpus import cpu_list
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.endurance import RATED_YEARS
 from saria_vllm.storage.directories import TOP_NAME
@@ -109,7 +110,7 @@ def numa(machine: Machine, path: str, affinity: Collection[int]) -> Check:
     cpus: set[int] = set()
     for node in nodes:
         with open(f"{machine.sys}/devices/system/node/node{node}/cpulist", encoding="ascii") as file:
-            cpus |= cpus_of(file.read())
+            cpus |= cpu_list(file.read())
     found = f"the drive is on node {', '.join(map(str, sorted(nodes)))}"
     if not cpus & set(affinity):
         advice = "give io_cpus of that node, or bind vLLM there"
