@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -194,8 +193,3 @@ def leases(machine: Machine, path: str) -> tuple[Check, list[int]]:
         for namespace, engine, holders in held
     )
     return Check("leases", "ok", "; ".join(words)), pids
-
-
-def now_s() -> float:
-    """Seconds since the epoch."""
-    return time.time()

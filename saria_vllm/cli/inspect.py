@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from saria_vllm.cli import UsageError
+from saria_vllm.cli import UsageError, not_an_ssd_path
 from saria_vllm.cli.simulate import aligned
 from saria_vllm.config import EnduranceConfig, format_bytes
 from saria_vllm.errors import StorageError
@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     path, now = os.path.abspath(arguments.directory), time.time()
     age_s = parse_age(arguments.drop_older_than) if arguments.drop_older_than is not None else None
-    names = list_namespaces(path)
+    try:
+        names = namespaces_in(path)
+    except (OSError, StorageError) as error:
+        raise not_an_ssd_path(path, error) from None
     chosen = {_choose(text, names) for text in arguments.drop}
     views, reads_known = _views(path, names)
     if age_s is not None:
@@ -64,21 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(report) if arguments.json else _text(report))
     return 1 if kept else 0
-
-
-def list_namespaces(path: str) -> list[str]:
-    """Namespaces under an SSD path.
-
-    Raises:
-        UsageError: it is none.
-    """
-    try:
-        return namespaces_in(path)
-    except FileNotFoundError:
-        found = f"{path}: there is no {os.path.join(path, 'saria')}"
-        raise UsageError(f"{found}; accepted: one of ssd_paths, which an engine has used") from None
-    except (OSError, StorageError) as error:
-        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}; accepted: one of ssd_paths") from None
 
 
 def parse_age(text: str) -> float:
