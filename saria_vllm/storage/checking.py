@@ -39,7 +39,7 @@ from saria_vllm.storage.drives import PROBE_NAME
 from saria_vllm.storage.format import FORMAT_VERSION
 from saria_vllm.storage.namespace import namespace_name, parse_generation, store_id
 from saria_vllm.storage.recovery import data_name, journal_name, segment_of_name
-from saria_vllm.storage.segment_check import Place, Problem, SegmentView
+from saria_vllm.storage.segment_check import Expected, Problem, SegmentView
 from saria_vllm.types import align_up
 
 CONFIRM_S = (0.2, 0.5, 2.0)
@@ -279,13 +279,13 @@ class _RankCheck:
             yield from parent._temporary(fd, at, PROBE_NAME, not self._leased)
         del names
         rank = int(os.path.basename(at)[1:])
-        place = Place(
+        expected = Expected(
             store_id(self._namespace, int(self._engine[1:]), rank), rank, self._sizes, self._generation, parent._owner
         )
         suspects: list[SegmentView] = []
         generation_max = 0
         for segment in sorted(data):
-            view = self._check(fd, segment, place, count=True)
+            view = self._check(fd, segment, expected, count=True)
             if view is None:
                 continue
             generation_max = max(generation_max, view.generation_max)
@@ -296,7 +296,7 @@ class _RankCheck:
         for pause_s in CONFIRM_S:
             if suspects:
                 time.sleep(pause_s)
-                suspects = self._confirmed(fd, suspects, place)
+                suspects = self._confirmed(fd, suspects, expected)
         for view in suspects:
             yield from self._report(fd, at, view)
         yield from self._orphans(fd, at, sorted(journals - data))
@@ -305,8 +305,8 @@ class _RankCheck:
     def _may_change(self) -> bool:
         return not self._leased and bool(is_leased(self._engine_fd))
 
-    def _check(self, fd: int, segment: int, place: Place, count: bool) -> SegmentView | None:
-        view, nbytes = segment_check.check(fd, segment, place)
+    def _check(self, fd: int, segment: int, expected: Expected, count: bool) -> SegmentView | None:
+        view, nbytes = segment_check.check(fd, segment, expected)
         if count and view is not None:
             totals = self._parent.totals
             totals.segments += 1
@@ -316,11 +316,11 @@ class _RankCheck:
             self._parent._progress()
         return view
 
-    def _confirmed(self, fd: int, suspects: Iterable[SegmentView], place: Place) -> list[SegmentView]:
+    def _confirmed(self, fd: int, suspects: Iterable[SegmentView], expected: Expected) -> list[SegmentView]:
         """Those that are still wrong in the same way."""
         confirmed = []
         for before in suspects:
-            view = self._check(fd, before.segment, place, count=False)
+            view = self._check(fd, before.segment, expected, count=False)
             if view is not None:
                 known = {problem[:3] for problem in before.problems}
                 view.problems = [problem for problem in view.problems if problem[:3] in known]

@@ -26,7 +26,7 @@ from saria_vllm.storage.format import FORMAT_VERSION
 from saria_vllm.storage.namespace import parse_generation, store_id
 from saria_vllm.storage.reclaim import usage
 from saria_vllm.storage.recovery import segment_of_name
-from saria_vllm.storage.segment_check import Place, look
+from saria_vllm.storage.segment_check import Expected, look
 
 
 @dataclass(slots=True)
@@ -150,17 +150,17 @@ def _view_engine(
     for name in ranks:
         rank = int(name[1:])
         store = store_id(namespace, index, rank)
-        place = Place(store, rank, record_bytes(parts), view.generation, owner)
+        expected = Expected(store, rank, record_bytes(parts), view.generation, owner)
         with open_path(path, (*names, name)) as fd:
-            _view_rank(fd, place, view, reads_known)
+            _view_rank(fd, expected, view, reads_known)
     return view
 
 
-def _view_rank(fd: int, place: Place, view: EngineView, reads_known: bool) -> None:
+def _view_rank(fd: int, expected: Expected, view: EngineView, reads_known: bool) -> None:
     with os.scandir(fd) as listing:
         found = [known for item in listing if (known := segment_of_name(item.name)) is not None]
     for segment in sorted(number for number, kind in found if kind == "data"):
-        seen = look(fd, segment, place)
+        seen = look(fd, segment, expected)
         if seen is None:
             continue
         view.segments.append(SegmentUse(seen.nbytes, seen.modified, seen.read if reads_known else 0.0))
