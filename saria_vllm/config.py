@@ -101,7 +101,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`return`: persist from this probability of a return on, where no write budget moves it; `score`: from this score
     on, by default `SCORE_THRESHOLD`."""
     ghosts_max: int = 1_000_000
-    """Chunks whose history is remembered after their bytes are gone; about 235 bytes each."""
+    """Chunks whose history is remembered after their bytes are gone; about 250 bytes each."""
     second_chance: float = 0.1
     """Chunks that were read are written again before their SSD segment goes, up to this share of all other writes; 0
     turns that off."""

@@ -183,7 +183,7 @@ class SsdOpening:
         for drive in range(drives):
             if not all(report.drives[drive] for report in reports):
                 logger.error("SARIA: drive %s is left out until a restart", self._paths[drive])
-                extents.leave_out(drive)
+                extents.striping.leave_out(drive)
         seen = set[tuple[int, int]]().union(*(report.found.segments() for report in reports))
         self._tiers.open_ssd(extents, found, next_segment, seen)
         if self.generation != self._generation_sent:

@@ -320,7 +320,7 @@ def test_admission_is_as_generous_as_the_drive_with_most_left_allows(make: Make,
     assert strictness() == left.threshold(engine.now) < 0.99 < spent.threshold(engine.now)
     extents.striping.failed(1, False, engine.now)
     assert strictness() == spent.threshold(engine.now), "the other is not written to"
-    extents.leave_out(0)
+    extents.striping.leave_out(0)
     assert evictor._budget(engine.now) == (1.0, 0)
 
 

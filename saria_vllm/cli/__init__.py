@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import saria_vllm
-from saria_vllm.errors import SariaError
+from saria_vllm.errors import SariaError, StorageError
 
 COMMANDS = {
     "bench": "measure a part of the tier on this machine",
@@ -27,6 +27,14 @@ COMMANDS = {
 
 class UsageError(SariaError):
     """The command line asks for something impossible. The message says what is accepted."""
+
+
+def not_an_ssd_path(path: str, error: OSError | StorageError) -> UsageError:
+    """What to say of a directory that was given as one of `ssd_paths`."""
+    if isinstance(error, FileNotFoundError):
+        found = f"{path}: there is no {os.path.join(path, 'saria')}"
+        return UsageError(f"{found}; accepted: one of ssd_paths, which an engine has used")
+    return UsageError(f"{path}: {getattr(error, 'strerror', None) or error}; accepted: one of ssd_paths")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

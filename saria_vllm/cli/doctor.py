@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from saria_vllm.cli import UsageError
@@ -76,7 +77,7 @@ def _of_path(machine: Machine, path: str, share: int | None, pids: list[int]) ->
             "NUMA": lambda: paths.numa(machine, path, affinity),
             "drive rates": lambda: paths.rates(path, measure),
             "SMART": lambda: paths.smart(path, read_smart),
-            "endurance": lambda: paths.endurance(path, paths.now_s()),
+            "endurance": lambda: paths.endurance(path, time.time()),
             "leases": leases,
         }
     )

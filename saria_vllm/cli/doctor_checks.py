@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple
 
 from saria_vllm.config import SariaConfig, format_bytes
+from saria_vllm.engine.cpus import cpu_list, io_cpus
 from saria_vllm.engine.nixl import VERSION_MIN as NIXL_MIN
 from saria_vllm.errors import ConfigError
 
@@ -20,9 +21,6 @@ Status = Literal["ok", "warn", "bad"]
 
 VLLM_MIN, VLLM_TESTED = (0, 30), (0, 32)
 MEMLOCK_BYTES = 8 << 20
-PINNED_CPUS = 8
-"""From so many CPUs on the SSD threads get CPUs of their own."""
-
 RESERVED_SHARE = 0.05
 """Of memory: huge pages that are reserved and free, and that neither vLLM nor we use."""
 
@@ -116,19 +114,6 @@ def _cgroup_values(machine: Machine, name: str) -> list[str]:
         if at in ("/", "//"):
             return found
         at = os.path.dirname(at)
-
-
-def cpus_of(text: str) -> set[int]:
-    """CPU numbers of a list such as "0-3,8".
-
-    Raises:
-        ValueError: it is none.
-    """
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
 
 
 def _listed(cpus: Collection[int]) -> str:
@@ -243,16 +228,15 @@ def io_cores(
         status = _read(f"{machine.proc}/{engine_pid}/status") or ""
         match = re.search(r"^Cpus_allowed_list:\s*(\S+)", status, re.MULTILINE)
         if match is not None:
-            engine, whose = cpus_of(match[1]), f"the engine (pid {engine_pid})"
+            engine, whose = cpu_list(match[1]), f"the engine (pid {engine_pid})"
     everywhere = set(range(count))
-    spare = everywhere - engine if count >= PINNED_CPUS else set()
-    chosen = set(configured) or spare or everywhere
+    chosen = io_cpus(configured, engine, count)
     found = f"SSD threads on CPUs {_listed(chosen)}, {whose} on {_listed(engine)}"
     shared = chosen & engine
     if configured and shared:
         advice = "bind vLLM to other CPUs (taskset, VLLM_CPU_OMP_THREADS_BIND), or take these out of io_cpus"
         return Check("I/O cores", "warn", f"{found}: {_listed(shared)} are both's", advice)
-    if engine != everywhere and not configured and not spare:
+    if engine != everywhere == chosen and not configured:
         advice = "leave the SSD threads CPUs that vLLM is not bound to, and name them in io_cpus"
         return Check("I/O cores", "warn", found, advice)
     return Check("I/O cores", "ok", found)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from saria_vllm.cli.doctor_checks import Check, Machine, cpus_of
+from saria_vllm.cli.doctor_checks import Check, Machine
 from saria_vllm.cli.inspect import wear
 from saria_vllm.config import format_bytes
+from saria_vllm.engine.cpus import cpu_list
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.endurance import RATED_YEARS
 from saria_vllm.storage.directories import TOP_NAME
@@ -109,7 +109,7 @@ def numa(machine: Machine, path: str, affinity: Collection[int]) -> Check:
     cpus: set[int] = set()
     for node in nodes:
         with open(f"{machine.sys}/devices/system/node/node{node}/cpulist", encoding="ascii") as file:
-            cpus |= cpus_of(file.read())
+            cpus |= cpu_list(file.read())
     found = f"the drive is on node {', '.join(map(str, sorted(nodes)))}"
     if not cpus & set(affinity):
         advice = "give io_cpus of that node, or bind vLLM there"
@@ -193,8 +193,3 @@ def leases(machine: Machine, path: str) -> tuple[Check, list[int]]:
         for namespace, engine, holders in held
     )
     return Check("leases", "ok", "; ".join(words)), pids
-
-
-def now_s() -> float:
-    """Seconds since the epoch."""
-    return time.time()

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from saria_vllm.cli import UsageError
+from saria_vllm.cli import not_an_ssd_path
 from saria_vllm.config import format_bytes
 from saria_vllm.errors import StorageError
 from saria_vllm.storage.checking import DirectoryCheck, Finding, Totals
@@ -51,11 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
                 listed.append(finding)
                 if not arguments.json:
                     print(_line(finding), flush=True)
-    except FileNotFoundError:
-        found = f"{path}: there is no {os.path.join(path, 'saria')}"
-        raise UsageError(f"{found}; accepted: one of ssd_paths, which an engine has used") from None
     except (OSError, StorageError) as error:
-        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}; accepted: one of ssd_paths") from None
+        raise not_an_ssd_path(path, error) from None
     report = {
         "path": path,
         **msgspec.to_builtins(check.totals),

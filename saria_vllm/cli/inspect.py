@@ -16,14 +16,14 @@ from typing import Any
 
 import msgspec
 
-from saria_vllm.cli import UsageError
+from saria_vllm.cli import UsageError, not_an_ssd_path
 from saria_vllm.cli.simulate import aligned
 from saria_vllm.config import EnduranceConfig, format_bytes
 from saria_vllm.errors import StorageError
 from saria_vllm.policy.endurance import DAY_S, EnduranceState, drive_life_years
 from saria_vllm.storage.reclaim import remove_namespace
-from saria_vllm.storage.survey import EngineView, NamespaceView, endurance_indexes, namespaces_in, view_namespace
-from saria_vllm.storage.wear import device_bytes, read_state
+from saria_vllm.storage.survey import EngineView, NamespaceView, namespaces_in, view_namespace
+from saria_vllm.storage.wear import device_bytes, engines_with_state, read_state
 
 AGES = {"1d": DAY_S, "7d": 7 * DAY_S, "30d": 30 * DAY_S}
 """Of the hit history."""
@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     path, now = os.path.abspath(arguments.directory), time.time()
     age_s = parse_age(arguments.drop_older_than) if arguments.drop_older_than is not None else None
-    names = list_namespaces(path)
+    try:
+        names = namespaces_in(path)
+    except (OSError, StorageError) as error:
+        raise not_an_ssd_path(path, error) from None
     chosen = {_choose(text, names) for text in arguments.drop}
     views, reads_known = _views(path, names)
     if age_s is not None:
@@ -64,21 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(report) if arguments.json else _text(report))
     return 1 if kept else 0
-
-
-def list_namespaces(path: str) -> list[str]:
-    """Namespaces under an SSD path.
-
-    Raises:
-        UsageError: it is none.
-    """
-    try:
-        return namespaces_in(path)
-    except FileNotFoundError:
-        found = f"{path}: there is no {os.path.join(path, 'saria')}"
-        raise UsageError(f"{found}; accepted: one of ssd_paths, which an engine has used") from None
-    except (OSError, StorageError) as error:
-        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}; accepted: one of ssd_paths") from None
 
 
 def parse_age(text: str) -> float:
@@ -170,8 +158,8 @@ def wear(path: str, now: float) -> list[dict[str, Any]]:
     """What the engines' own accounts say of an SSD path, and how long it lasts at the rate of the last day."""
     try:
         rated = device_bytes([path])[0]
-        indexes = endurance_indexes(path)
-    except (OSError, StorageError):
+        indexes = engines_with_state(path)
+    except StorageError:
         return []
     found = []
     for index in indexes:

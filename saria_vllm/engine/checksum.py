@@ -41,19 +41,6 @@ def key_table() -> list[int]:
     return [mix64((KEY_STATE + (i + 1) * _GAMMA) & _MASK64) for i in range(BLOCK_BYTES // 8)]
 
 
-def checksum_torch(record: torch.Tensor, seed: int) -> int:
-    """The checksum of one record.
-
-    Args:
-        record: uint8, shape [nbytes], contiguous and 8-byte aligned, on any device.
-        seed: unsigned 64-bit.
-
-    Raises:
-        ValueError: another dtype or shape, or nbytes is not a multiple of 4096.
-    """
-    return checksums_torch(record.unsqueeze(0), [seed])[0]
-
-
 def checksums_torch(records: torch.Tensor, seeds: list[int]) -> list[int]:
     """The checksums of several records of one size, with a single wait for the device.
 

@@ -1,8 +1,32 @@
-"""Which CPUs are near a drive."""
+"""Which CPUs our threads run on."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
+
+PINNED_CPUS = 8
+"""From so many CPUs on our threads leave the engine's alone."""
+
+
+def io_cpus(configured: Iterable[int], engine: Collection[int], count: int) -> set[int]:
+    """CPUs for our threads: the configured ones; else, from `PINNED_CPUS` on, those of `count` that the engine's thread
+    leaves; else all.
+
+    Threads inherit the mask of their creator, which on CPU machines is the engine's own core: that is why even
+    "anywhere" has to be said.
+    """
+    everywhere = set(range(count))
+    spare = everywhere.difference(engine) if count >= PINNED_CPUS else set()
+    return set(configured) or spare or everywhere
+
+
+def pin_this_thread(cpus: set[int]) -> None:
+    """Best effort: a container may allow fewer CPUs than it shows."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        pass
 
 
 def near_drive(cpus: set[int], directory: str, sys_block: str = "/sys/dev/block") -> set[int]:
@@ -19,16 +43,20 @@ def near_drive(cpus: set[int], directory: str, sys_block: str = "/sys/dev/block"
     while os.path.dirname(folder) != folder and not root.startswith(folder):
         try:
             with open(f"{folder}/local_cpulist", encoding="ascii") as file:
-                return cpus & _cpu_list(file.read()) or cpus
+                return cpus & cpu_list(file.read()) or cpus
         except (OSError, ValueError):
             folder = os.path.dirname(folder)
     return cpus
 
 
-def _cpu_list(text: str) -> set[int]:
-    """CPUs of a list such as "0-3,8"; ValueError when it is none."""
+def cpu_list(text: str) -> set[int]:
+    """CPUs of a list such as "0-3,8".
+
+    Raises:
+        ValueError: it is none.
+    """
     cpus: set[int] = set()
-    for part in text.strip().split(","):
+    for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus

@@ -53,7 +53,6 @@ class Rates(NamedTuple):
     """What `measure` found."""
 
     read: Moved
-    random_read: Moved
     write: Moved
     engine: str
     """Which engine it was, and why."""
@@ -71,8 +70,7 @@ def measure(name: SsdEngineName, directory: str, block_bytes: int, queue_depth: 
         Bench(name, file, block_bytes, queue_depth) as bench,
     ):
         bench.fill()
-        read, random_read, write = (bench.run(kind, seconds) for kind in KINDS)
-        return Rates(read, random_read, write, bench.why)
+        return Rates(bench.run("read", seconds), bench.run("write", seconds), bench.why)
 
 
 class ScratchFile(NamedTuple):

@@ -8,6 +8,7 @@ The engine's thread only appends to queues and drains `poll` once per step.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -18,8 +19,8 @@ import numpy as np
 
 from saria_vllm import _native
 from saria_vllm.config import SsdEngineName
-from saria_vllm.engine.cpus import near_drive
-from saria_vllm.engine.jobs import Ends, LoadState, PersistState, io_cpus, pin_this_thread
+from saria_vllm.engine.cpus import PINNED_CPUS, io_cpus, near_drive, pin_this_thread
+from saria_vllm.engine.jobs import Ends, LoadState, PersistState
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
 from saria_vllm.engine.ssd_thread import Read, Retire, SsdThread, Write, depth_for
@@ -81,7 +82,8 @@ class Executor:
         cpus: Sequence[int] = (),
     ) -> None:
         self._pool, self._maps, self._shapes = pool, maps, shapes
-        self._ssd_engine, self._io_threads, self._cpus = ssd_engine, io_threads, io_cpus(cpus)
+        self._ssd_engine, self._io_threads = ssd_engine, io_threads
+        self._cpus = io_cpus(cpus, os.sched_getaffinity(0), os.cpu_count() or 1)
         self._near_drives = not cpus
         self._ends = Ends()
         self._store: SegmentStore | None = None
@@ -222,7 +224,7 @@ class Executor:
             store = SegmentStore(opened, rank, self._shapes, store_id)
             found = store.recover()
             drives = len(opened.directories)
-            for number in range(drives * (self._io_threads or (2 if len(self._cpus) >= 8 else 1))):
+            for number in range(drives * (self._io_threads or (2 if len(self._cpus) >= PINNED_CPUS else 1))):
                 threads.append(self._start_ssd(number, store))
             self._say_notes(store.notes)
             self._ends.count("buffered_drives", sum(drive is not None and not drive.direct for drive in store.drives))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter
@@ -211,22 +210,3 @@ class Ends:
             drained = self._results, self._loads, self._counts, self._messages
             self._results, self._loads, self._counts, self._messages = [], [], {}, []
         return drained
-
-
-def io_cpus(configured: Iterable[int]) -> set[int]:
-    """CPUs for our threads: the configured ones; else, from 8 CPUs on, those that the engine's thread leaves; else all.
-
-    Threads inherit the mask of their creator, which on CPU machines is the engine's own core: that is why even
-    "anywhere" has to be said.
-    """
-    everywhere = set(range(os.cpu_count() or 1))
-    spare = everywhere - os.sched_getaffinity(0) if len(everywhere) >= 8 else set()
-    return set(configured) or spare or everywhere
-
-
-def pin_this_thread(cpus: set[int]) -> None:
-    """Best effort: a container may allow fewer CPUs than it shows."""
-    try:
-        os.sched_setaffinity(0, cpus)
-    except OSError:
-        pass

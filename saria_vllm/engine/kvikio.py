@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import time
 from dataclasses import dataclass
 from typing import Any
 
-from saria_vllm.engine.nixl import PAUSE_S, has_device
-from saria_vllm.engine.posix import Transfer, move
-from saria_vllm.engine.ssd_engine import check_transfer
+from saria_vllm.engine.nixl import has_device
+from saria_vllm.engine.polled import PolledEngine
+from saria_vllm.engine.posix import Transfer
 from saria_vllm.errors import ConfigError
 
 THREADS_MAX = 16
@@ -41,7 +40,7 @@ class _Flight:
     """None: refused."""
 
 
-class KvikioEngine:
+class KvikioEngine(PolledEngine[_Flight]):
     """An `SsdEngine` over KvikIO: GPUDirect Storage where that works, else KvikIO's own copies through the host.
 
     KvikIO opens files by path: the descriptor's own path in /proc, while transfers of it are in flight and no longer,
@@ -56,19 +55,10 @@ class KvikioEngine:
     name = "kvikio"
 
     def __init__(self, depth: int) -> None:
-        if depth < 1:
-            raise ValueError(f"depth {depth} must be above zero")
-        self.depth = depth
-        self._flights: list[_Flight] = []
+        super().__init__(depth)
         self._files: dict[tuple[int, bool], _File] = {}
         self._registered: _Memory | None = None
-        self._closed = False
         self._api, self.mode = load(min(depth, THREADS_MAX))
-
-    @property
-    def in_flight(self) -> int:
-        """Transfers submitted and not yet returned by `reap`."""
-        return len(self._flights)
 
     def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
         """See `SsdEngine`. KvikIO registers memory of a GPU only, and all of its allocation."""
@@ -82,51 +72,7 @@ class KvikioEngine:
         self._registered = memory
         return True
 
-    def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
-        """See `SsdEngine`."""
-        self._submit(Transfer(False, fd, addr, nbytes, offset, tag))
-
-    def submit_write(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
-        """See `SsdEngine`."""
-        self._submit(Transfer(True, fd, addr, nbytes, offset, tag))
-
-    def reap(self, timeout_s: float) -> list[tuple[int, int]]:
-        """See `SsdEngine`."""
-        if timeout_s < 0:
-            raise ValueError(f"timeout_s {timeout_s} is negative")
-        self._check_open()
-        deadline = time.monotonic() + timeout_s
-        pause, pause_max = PAUSE_S
-        while True:
-            ended = self._take_ended()
-            left = deadline - time.monotonic()
-            if ended or not self._flights or left <= 0:
-                return [(transfer.tag, transfer.nbytes if whole else move(transfer)) for transfer, whole in ended]
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, pause_max)
-
-    def close(self) -> None:
-        """See `SsdEngine`."""
-        while self._flights:
-            if not self._take_ended():
-                time.sleep(PAUSE_S[1])
-        if self._registered is not None:
-            try:
-                self._api.memory_deregister(self._registered)
-            except RuntimeError:
-                pass  # The driver is going down, and its registrations with it.
-            self._registered = None
-        self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise OSError(errno.EBADF, "the engine is closed")
-
-    def _submit(self, transfer: Transfer) -> None:
-        check_transfer(transfer.fd, transfer.nbytes, transfer.offset)
-        self._check_open()
-        if len(self._flights) == self.depth:
-            raise RuntimeError("more than depth transfers in flight")
+    def _begin(self, transfer: Transfer) -> _Flight:
         flight = _Flight(transfer, _Memory(transfer.addr, transfer.nbytes))
         try:
             file = self._open(transfer.fd, transfer.write).handle
@@ -136,7 +82,7 @@ class KvikioEngine:
             pass  # `move` will say why.
         else:
             self._files[transfer.fd, transfer.write].in_flight += 1
-        self._flights.append(flight)
+        return flight
 
     def _open(self, fd: int, write: bool) -> _File:
         """Raises OSError or RuntimeError. A descriptor must allow what a new one by its path would."""
@@ -148,26 +94,27 @@ class KvikioEngine:
             self._files[fd, write] = file
         return file
 
-    def _take_ended(self) -> list[tuple[Transfer, bool]]:
-        """What has ended, and whether it was whole."""
-        ended, going = [], []
-        for flight in self._flights:
-            if flight.future is not None and not flight.future.done():
-                going.append(flight)
-            else:
-                ended.append((flight.transfer, self._end(flight)))
-        self._flights = going
-        self._close_idle()
-        return ended
-
-    def _end(self, flight: _Flight) -> bool:
+    def _end(self, flight: _Flight) -> bool | None:
         if flight.future is None:
+            self._close_idle()
             return False
+        if not flight.future.done():
+            return None
         self._files[flight.transfer.fd, flight.transfer.write].in_flight -= 1
         try:
             return bool(flight.future.get() == flight.transfer.nbytes)
         except RuntimeError:
             return False
+        finally:
+            self._close_idle()
+
+    def _release(self) -> None:
+        if self._registered is not None:
+            try:
+                self._api.memory_deregister(self._registered)
+            except RuntimeError:
+                pass  # The driver is going down, and its registrations with it.
+            self._registered = None
 
     def _close_idle(self) -> None:
         for key, file in list(self._files.items()):

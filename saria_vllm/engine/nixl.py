@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
 import itertools
 import mmap
@@ -19,17 +18,14 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from saria_vllm.engine.posix import Transfer, move
-from saria_vllm.engine.ssd_engine import check_transfer
+from saria_vllm.engine.polled import PAUSE_S, PolledEngine
+from saria_vllm.engine.posix import Transfer
 from saria_vllm.errors import ConfigError
 
 VERSION_MIN = (1, 5, 0)
 
 PLUGINS = ("GDS_MT", "GDS", "POSIX")
 """NIXL's plugins, the best first."""
-
-PAUSE_S = (50e-6, 200e-6)
-"""Between two polls of what is in flight: at first, and after some that found nothing."""
 
 PROBE_S = 10.0
 
@@ -59,11 +55,10 @@ class _Flight:
     """What was registered for it."""
 
 
-class NixlEngine:
+class NixlEngine(PolledEngine[_Flight]):
     """An `SsdEngine` over a NIXL agent: GDS_MT or GDS where a GPU answers (never tried on one), else POSIX.
 
-    NIXL says that a transfer was whole or that it failed, and neither how much was moved nor why. What failed is done
-    again by plain system calls inside `reap`, which say both; `open` made sure that NIXL calls a short read failed.
+    A test at its start made sure that NIXL calls a short read failed.
     A handle is released when its transfer has ended and never before: NIXL would free what the kernel still uses.
 
     Raises:
@@ -73,79 +68,25 @@ class NixlEngine:
     name = "nixl"
 
     def __init__(self, depth: int, plugins: Sequence[str] = PLUGINS) -> None:
-        if depth < 1:
-            raise ValueError(f"depth {depth} must be above zero")
-        self.depth = depth
-        self._flights: list[_Flight] = []
-        self._backend: _Backend | None
+        super().__init__(depth)
         self._backend, self.backend = _open_backend(depth, plugins)
-
-    @property
-    def in_flight(self) -> int:
-        """Transfers submitted and not yet returned by `reap`."""
-        return len(self._flights)
 
     def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
         """See `SsdEngine`. GDS needs it for memory of a GPU; POSIX cannot reach that."""
-        return self._backend is not None and self._backend.register(addr, nbytes, device)
+        return not self._closed and self._backend.register(addr, nbytes, device)
 
-    def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
-        """See `SsdEngine`."""
-        self._submit(Transfer(False, fd, addr, nbytes, offset, tag))
+    def _begin(self, transfer: Transfer) -> _Flight:
+        return self._backend.start(transfer)
 
-    def submit_write(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
-        """See `SsdEngine`."""
-        self._submit(Transfer(True, fd, addr, nbytes, offset, tag))
+    def _end(self, flight: _Flight) -> bool | None:
+        state = self._backend.state(flight)
+        if state == "PROC":
+            return None
+        self._backend.end(flight)
+        return state == "DONE"
 
-    def reap(self, timeout_s: float) -> list[tuple[int, int]]:
-        """See `SsdEngine`."""
-        if timeout_s < 0:
-            raise ValueError(f"timeout_s {timeout_s} is negative")
-        backend = self._open()
-        deadline = time.monotonic() + timeout_s
-        pause, pause_max = PAUSE_S
-        while True:
-            ended = self._take_ended(backend)
-            left = deadline - time.monotonic()
-            if ended or not self._flights or left <= 0:
-                return [(flight.tag, flight.nbytes if whole else move(flight)) for flight, whole in ended]
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, pause_max)
-
-    def close(self) -> None:
-        """See `SsdEngine`."""
-        if self._backend is None:
-            return
-        while self._flights:
-            if not self._take_ended(self._backend):
-                time.sleep(PAUSE_S[1])
+    def _release(self) -> None:
         self._backend.close()
-        self._backend = None
-
-    def _open(self) -> _Backend:
-        if self._backend is None:
-            raise OSError(errno.EBADF, "the engine is closed")
-        return self._backend
-
-    def _submit(self, transfer: Transfer) -> None:
-        check_transfer(transfer.fd, transfer.nbytes, transfer.offset)
-        backend = self._open()
-        if len(self._flights) == self.depth:
-            raise RuntimeError("more than depth transfers in flight")
-        self._flights.append(backend.start(transfer))
-
-    def _take_ended(self, backend: _Backend) -> list[tuple[Transfer, bool]]:
-        """What has ended, and whether it was whole. Its handles are released."""
-        ended, going = [], []
-        for flight in self._flights:
-            state = backend.state(flight)
-            if state == "PROC":
-                going.append(flight)
-            else:
-                backend.end(flight)
-                ended.append((flight.transfer, state == "DONE"))
-        self._flights = going
-        return ended
 
 
 class _Backend:

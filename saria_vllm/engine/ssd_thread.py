@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from saria_vllm import _native
-from saria_vllm.engine.jobs import Ends, LoadState, PersistState, pin_this_thread
+from saria_vllm.engine.cpus import pin_this_thread
+from saria_vllm.engine.jobs import Ends, LoadState, PersistState
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import SsdEngine
 from saria_vllm.engine.staging import Staging

@@ -225,7 +225,7 @@ class Chunks:
             live = np.array(list(rows.values()), np.intp)
             live = live[index.dram[live] != NONE]
             slots = index.slot[live]
-            free = [(group, slab, cell) not in jobs.orphans for slab, cell in slots.tolist()]
+            free = [(group, slab, cell) not in jobs.stale_slots for slab, cell in slots.tolist()]
             self.slots.give_back(group, slots[np.array(free, np.bool_)])
         index.clear()
         self.granted = [0] * len(self.granted)
@@ -245,7 +245,7 @@ class Chunks:
         for group in range(len(self.recency)):
             mine = live[index.group[live] == group]
             held = int((index.dram[mine] != NONE).sum())
-            assert self.slots.used[group] == held + sum(place[0] == group for place in jobs.orphans)
+            assert self.slots.used[group] == held + sum(place[0] == group for place in jobs.stale_slots)
             order = self.recency[group].order()
             assert set(order) == set(mine[index.dram[mine] != NONE].tolist())
             assert self.granted[group] == int((index.again[mine] == 1).sum())

@@ -23,7 +23,7 @@ LAST_SHARE = 0.25
 class Segment:
     """One segment as the scheduler sees it: who lives there and who is using it."""
 
-    __slots__ = ("busy", "drive", "group", "id", "orphan", "rows", "used")
+    __slots__ = ("busy", "drive", "given_up", "group", "id", "rows", "used")
 
     def __init__(self, drive: int, segment_id: int, group: int, records: int) -> None:
         self.drive, self.id, self.group = drive, segment_id, group
@@ -33,8 +33,16 @@ class Segment:
         """Records handed out."""
         self.busy = 0
         """Writes and reads in flight; a busy segment is never retired."""
-        self.orphan = False
+        self.given_up = False
         """From before a reset, or failed: nothing of it is used, and it is retired when its last job ends."""
+
+    def give_up(self) -> Rows:
+        """Returns the rows that lost their SSD copy."""
+        lost: Rows = self.rows[self.rows >= 0]
+        self.rows[:] = -1
+        self.used = len(self.rows)
+        self.given_up = True
+        return lost
 
 
 class ExtentAllocator:
@@ -205,7 +213,7 @@ class ExtentAllocator:
             segment = self._by_drive[drive][number]
             assert segment.busy >= count
             segment.busy -= count
-            if segment.orphan and not segment.busy:
+            if segment.given_up and not segment.busy:
                 self._retire(segment)
 
     def failed(self, extents: Ints, reading: bool, now: float) -> Rows:
@@ -214,16 +222,13 @@ class ExtentAllocator:
         copy."""
         drive = int(extents[0, 0])
         found = [self._by_drive[drive].get(number) for _, number, _ in _by_segment(extents)]
-        segments = [segment for segment in found if segment is not None and not segment.orphan]
+        segments = [segment for segment in found if segment is not None and not segment.given_up]
         if segments:
             self.striping.failed(drive, reading, now)
         return np.concatenate([NO_ROWS, *map(self._give_up, segments)])
 
     def _give_up(self, segment: Segment) -> Rows:
-        lost: Rows = segment.rows[segment.rows >= 0]
-        segment.rows[:] = -1
-        segment.used = len(segment.rows)
-        segment.orphan = True
+        lost = segment.give_up()
         if self._open.get((segment.drive, segment.group)) is segment:
             del self._open[segment.drive, segment.group]
         if not segment.busy:
@@ -234,7 +239,7 @@ class ExtentAllocator:
         """Which records, rows of (drive, segment, record), are in segments that were given up."""
         given_up = np.zeros(len(extents), np.bool_)
         for drive, number, _ in _by_segment(extents):
-            if self._by_drive[drive][number].orphan:
+            if self._by_drive[drive][number].given_up:
                 given_up |= (extents[:, 0] == drive) & (extents[:, 1] == number)
         return given_up
 
@@ -248,7 +253,7 @@ class ExtentAllocator:
         lost = [self._give_up(segments[number]) for _, number, _ in _by_segment(extents)
                 if number in segments and not (segments[number].rows >= 0).any()]  # fmt: skip
         if self.striping.full(drive, now):
-            kept = [segment for segment in segments.values() if not segment.orphan]
+            kept = [segment for segment in segments.values() if not segment.given_up]
             self._full[drive] = max(1, len(kept)), now
             lost += [self._give_up(segment) for segment in [segment for segment in kept if not segment.busy][:1]]
         return np.concatenate([NO_ROWS, *lost])
@@ -269,10 +274,6 @@ class ExtentAllocator:
     def unreadable(self, now: float) -> Mask | None:
         """By drive: whether its reads are paused. None when no drive's are."""
         return self.striping.unreadable(now)
-
-    def leave_out(self, drive: int) -> None:
-        """Never use a drive: some rank could not open it. What other ranks have there is neither used nor retired."""
-        self.striping.leave_out(drive)
 
     def adopt(self, extents: Ints, group: int, rows: Rows) -> Mask:
         """Take over records found on SSD, best by segment. Returns which fit this configuration, each place once."""
@@ -321,9 +322,7 @@ class ExtentAllocator:
         for segments in self._by_drive:
             for segment in segments.values():
                 if (segment.drive, segment.id) in busy:
-                    segment.rows[:] = -1
-                    segment.used = len(segment.rows)
-                    segment.orphan = True
+                    segment.give_up()
                     fresh._by_drive[segment.drive][segment.id] = segment
                 else:
                     self.retired.append((segment.drive, segment.id))

@@ -46,7 +46,7 @@ class Jobs:
         self._ranks = ranks
         self._last_id = 0
         self.live: dict[int, Job] = {}
-        self.orphans: dict[tuple[int, int, int], int] = {}
+        self.stale_slots: dict[tuple[int, int, int], int] = {}
         """(group, slab, cell): number of stale jobs that use it."""
 
     def begin(self, kind: str) -> tuple[int, Job]:
@@ -75,14 +75,14 @@ class Jobs:
             job.stale = True
             job.rows = index.group[job.rows].astype(np.intp)
             for place in _places(job):
-                self.orphans[place] = self.orphans.get(place, 0) + 1
+                self.stale_slots[place] = self.stale_slots.get(place, 0) + 1
 
     def give_back(self, job: Job, slots: SlotAllocator) -> None:
         """A stale job has ended: free the slots that no other stale job uses."""
         for place in _places(job):
-            self.orphans[place] -= 1
-            if not self.orphans[place]:
-                del self.orphans[place]
+            self.stale_slots[place] -= 1
+            if not self.stale_slots[place]:
+                del self.stale_slots[place]
                 slots.give_back(place[0], np.array([place[1:]], np.int32))
 
 

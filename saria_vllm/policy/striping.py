@@ -158,7 +158,7 @@ class Striping:
         return begins
 
     def leave_out(self, drive: int) -> None:
-        """Never use a drive again."""
+        """Never use a drive, or never again. What ranks that could open it have there is neither used nor retired."""
         self.left_out.add(drive)
         self._write_pauses[drive].until = self._read_pauses[drive].until = math.inf
 

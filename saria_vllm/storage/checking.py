@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -18,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from saria_vllm.errors import StorageError
-from saria_vllm.storage import directories, segment_check
+from saria_vllm.storage import segment_check, wear
 from saria_vllm.storage.directories import (
     ENGINE_NAME,
     GENERATION_NAME,
     LEASE_NAME,
     NAMESPACE_NAME,
+    NEW,
     PARTS_NAME,
     RANK_NAME,
     SHARING_NAME,
@@ -39,8 +39,7 @@ from saria_vllm.storage.drives import PROBE_NAME
 from saria_vllm.storage.format import FORMAT_VERSION
 from saria_vllm.storage.namespace import namespace_name, parse_generation, store_id
 from saria_vllm.storage.recovery import data_name, journal_name, segment_of_name
-from saria_vllm.storage.segment_check import Place, Problem, SegmentView
-from saria_vllm.storage.wear import read_state
+from saria_vllm.storage.segment_check import Expected, Problem, SegmentView
 from saria_vllm.types import align_up
 
 CONFIRM_S = (0.2, 0.5, 2.0)
@@ -50,9 +49,6 @@ TEMPORARY_S = 60.0
 """A temporary file that is older belongs to nobody who still writes it."""
 
 FOREIGN_NAMED_MAX = 3
-
-_ENDURANCE = re.compile(r"endurance-e(0|[1-9][0-9]{0,5})\.(json|lease)")
-_NEW = ".new"
 
 
 class Finding(NamedTuple):
@@ -176,25 +172,25 @@ class DirectoryCheck:
             used = used or int(name[1:]) in busy
         if parts is None and engines:
             yield from self._bad_file(fd, at, PARTS_NAME, "parts", "missing, damaged or another namespace's", used)
-        if f"{PARTS_NAME}{_NEW}" in names:
-            yield from self._temporary(fd, at, f"{PARTS_NAME}{_NEW}", used)
+        if f"{PARTS_NAME}{NEW}" in names:
+            yield from self._temporary(fd, at, f"{PARTS_NAME}{NEW}", used)
 
     def _top_file(self, top_fd: int, name: str) -> Iterator[Finding]:
-        match = _ENDURANCE.fullmatch(name.removesuffix(_NEW))
+        match = wear.FILE_NAME.fullmatch(name.removesuffix(NEW))
         if match is None or match[2] == "lease":
             yield from self._small_status(top_fd, TOP_NAME, name)
             return
         index = int(match[1])
         try:
-            used = directories.is_leased(top_fd, f"endurance-e{index}.lease")
+            used = is_leased(top_fd, f"endurance-e{index}.lease")
         except OSError:
             used = True  # It cannot be asked.
-        if name.endswith(_NEW):
+        if name.endswith(NEW):
             yield from self._temporary(top_fd, TOP_NAME, name, used)
             return
         yield from self._small_status(top_fd, TOP_NAME, name)
         try:
-            read_state(self._path, index)
+            wear.read_state(self._path, index)
         except StorageError:
             what = "damaged: what was written to this drive is not known"
             yield from self._bad_file(top_fd, TOP_NAME, name, "endurance", what, used)
@@ -250,8 +246,8 @@ class DirectoryCheck:
                 what = "missing" if data is None else "damaged"
                 what += ": the next engine uses nothing of what is here"
                 yield Finding("generation", f"{at}/{GENERATION_NAME}", None, what, False)
-            if f"{GENERATION_NAME}{_NEW}" in names:
-                yield from self._temporary(fd, at, f"{GENERATION_NAME}{_NEW}", not leased)
+            if f"{GENERATION_NAME}{NEW}" in names:
+                yield from self._temporary(fd, at, f"{GENERATION_NAME}{NEW}", not leased)
             if parts is not None and parts.get("format") != FORMAT_VERSION:
                 what = f"format version {parts.get('format')!r}, not {FORMAT_VERSION}: not looked into; saria inspect "
                 yield Finding("version", at, None, what + "drops it", False)
@@ -283,13 +279,13 @@ class _RankCheck:
             yield from parent._temporary(fd, at, PROBE_NAME, not self._leased)
         del names
         rank = int(os.path.basename(at)[1:])
-        place = Place(
+        expected = Expected(
             store_id(self._namespace, int(self._engine[1:]), rank), rank, self._sizes, self._generation, parent._owner
         )
         suspects: list[SegmentView] = []
         generation_max = 0
         for segment in sorted(data):
-            view = self._check(fd, segment, place, count=True)
+            view = self._check(fd, segment, expected, count=True)
             if view is None:
                 continue
             generation_max = max(generation_max, view.generation_max)
@@ -300,7 +296,7 @@ class _RankCheck:
         for pause_s in CONFIRM_S:
             if suspects:
                 time.sleep(pause_s)
-                suspects = self._confirmed(fd, suspects, place)
+                suspects = self._confirmed(fd, suspects, expected)
         for view in suspects:
             yield from self._report(fd, at, view)
         yield from self._orphans(fd, at, sorted(journals - data))
@@ -309,8 +305,8 @@ class _RankCheck:
     def _may_change(self) -> bool:
         return not self._leased and bool(is_leased(self._engine_fd))
 
-    def _check(self, fd: int, segment: int, place: Place, count: bool) -> SegmentView | None:
-        view, nbytes = segment_check.check(fd, segment, place)
+    def _check(self, fd: int, segment: int, expected: Expected, count: bool) -> SegmentView | None:
+        view, nbytes = segment_check.check(fd, segment, expected)
         if count and view is not None:
             totals = self._parent.totals
             totals.segments += 1
@@ -320,11 +316,11 @@ class _RankCheck:
             self._parent._progress()
         return view
 
-    def _confirmed(self, fd: int, suspects: Iterable[SegmentView], place: Place) -> list[SegmentView]:
+    def _confirmed(self, fd: int, suspects: Iterable[SegmentView], expected: Expected) -> list[SegmentView]:
         """Those that are still wrong in the same way."""
         confirmed = []
         for before in suspects:
-            view = self._check(fd, before.segment, place, count=False)
+            view = self._check(fd, before.segment, expected, count=False)
             if view is not None:
                 known = {problem[:3] for problem in before.problems}
                 view.problems = [problem for problem in view.problems if problem[:3] in known]
@@ -436,15 +432,16 @@ def _segment(name: str, kind: str) -> int | None:
 
 
 def _is_top_name(name: str) -> bool:
-    return name == SHARING_NAME or bool(NAMESPACE_NAME.fullmatch(name) or _ENDURANCE.fullmatch(name.removesuffix(_NEW)))
+    known = NAMESPACE_NAME.fullmatch(name) or wear.FILE_NAME.fullmatch(name.removesuffix(NEW))
+    return name == SHARING_NAME or known is not None
 
 
 def _is_namespace_name(name: str) -> bool:
-    return bool(ENGINE_NAME.fullmatch(name)) or name.removesuffix(_NEW) == PARTS_NAME
+    return bool(ENGINE_NAME.fullmatch(name)) or name.removesuffix(NEW) == PARTS_NAME
 
 
 def _is_engine_name(name: str) -> bool:
-    return bool(RANK_NAME.fullmatch(name)) or name == LEASE_NAME or name.removesuffix(_NEW) == GENERATION_NAME
+    return bool(RANK_NAME.fullmatch(name)) or name == LEASE_NAME or name.removesuffix(NEW) == GENERATION_NAME
 
 
 def _is_rank_name(name: str) -> bool:

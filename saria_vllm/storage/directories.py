@@ -9,7 +9,7 @@ import re
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from saria_vllm.errors import StorageError
 
@@ -22,6 +22,9 @@ NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 ENGINE_NAME = re.compile(r"e(?:0|[1-9][0-9]{0,5})")
 RANK_NAME = re.compile(r"r(?:0|[1-9][0-9]{0,5})")
 SMALL_FILE_BYTES_MAX = 65536
+
+NEW = ".new"
+"""At the end of a name while the file that will have it is written."""
 
 _RETRY_S = 0.005
 _LOCK_WAIT_S = 2.0
@@ -209,11 +212,8 @@ def write_durably(directory_fd: int, name: str, text: str) -> None:
     Raises:
         OSError: ENOSPC, EIO and the like; the old file is still there.
     """
-    temporary = f"{name}.new"
-    try:
-        os.unlink(temporary, dir_fd=directory_fd)
-    except FileNotFoundError:
-        pass
+    temporary = f"{name}{NEW}"
+    remove(directory_fd, temporary)
     fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, directory_fd)
     with os.fdopen(fd, "w", encoding="ascii") as file:
         file.write(text)
@@ -221,6 +221,16 @@ def write_durably(directory_fd: int, name: str, text: str) -> None:
         os.fsync(fd)
     os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
     os.fsync(directory_fd)
+
+
+def remove(directory_fd: int, name: str) -> None:
+    """Unlink a file, if it is there.
+
+    Raises:
+        OSError: as from unlink(2), but ENOENT.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory_fd)
 
 
 def read_small(directory_fd: int, name: str) -> bytes | None:

@@ -31,9 +31,6 @@ from saria_vllm.storage.namespace import ENGINES_MAX, parse_generation, store_id
 from saria_vllm.storage.recovery import data_name, journal_name, segment_of_name
 from saria_vllm.types import Extent, FoundChunk, GroupShape
 
-SEGMENT_BYTES_MAX = 1 << 32
-"""Of a segment that is looked at: another server's may be larger than ours."""
-
 FOUND_MAX = 4096
 """Chunks found in one look, but for the last segment's: indexing them holds up an engine step."""
 
@@ -277,7 +274,7 @@ def _read_sealed(
     if shape is None or shape.record_bytes != header.record_bytes:
         raise FormatError(f"header: group {header.group} with records of {header.record_bytes} bytes is not ours")
     size = fmt.data_file_bytes(header.record_bytes, header.records_max)
-    if size > SEGMENT_BYTES_MAX or os.fstat(data_fd).st_size != size:
+    if size > fmt.SEGMENT_BYTES_MAX or os.fstat(data_fd).st_size != size:
         raise FormatError(f"file size {os.fstat(data_fd).st_size}, not {size}")
     if not any(os.pread(data_fd, _INDEX_END_BYTES, size - _INDEX_END_BYTES)):
         return None

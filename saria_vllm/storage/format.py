@@ -21,6 +21,10 @@ FORMAT_VERSION = 1
 HEADER_BYTES = 4096
 ENTRY_BYTES = 128
 STORE_ID_BYTES = 16
+
+SEGMENT_BYTES_MAX = 1 << 32
+"""No engine makes larger segments: a header that says so is not believed."""
+
 JOURNAL_ENTRIES_PER_RECORD = 2
 """A journal holds at most one commit and one drop of each record."""
 

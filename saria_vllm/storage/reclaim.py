@@ -13,6 +13,7 @@ from saria_vllm.storage.directories import (
     GENERATION_NAME,
     LEASE_NAME,
     NAMESPACE_NAME,
+    NEW,
     PARTS_NAME,
     RANK_NAME,
     TOP_NAME,
@@ -21,6 +22,7 @@ from saria_vllm.storage.directories import (
     open_directory,
     open_path,
     read_small,
+    remove,
     sharing_lock,
     try_lease,
 )
@@ -136,7 +138,7 @@ def share_capacity(
             nbytes, found = _survey(path)
             total += nbytes
             others += [other for other in found if os.path.join(path, *other.names) not in own]
-        own_bytes = sum(_survey_one(path, keep.names)[1] for path in ssd_paths)
+        own_bytes = sum(usage(path, keep.names)[1] for path in ssd_paths)
         grants = [(other, _granted(other)) for other in sorted(others)]
         living = {other.names for other, grant in grants if grant is not None}
         promised = sum(max(0, grant - other.nbytes) for other, grant in grants if grant is not None)
@@ -162,11 +164,6 @@ def _granted(other: _Other) -> int | None:
             return granted(read_small(fd, LEASE_NAME) or b"") if is_leased(fd) else None
     except (OSError, StorageError):
         return None
-
-
-def usage(path: str, names: tuple[str, ...]) -> tuple[float, int]:
-    """Latest change of a file (epoch seconds) and bytes on disk of all below `path`/`names`...; zeros if unreadable."""
-    return _survey_one(path, names)
 
 
 def remove_namespace(path: str, namespace: str) -> bool:
@@ -198,12 +195,13 @@ def _survey(path: str) -> tuple[int, list[_Other]]:
             continue
         for engine in engines:
             names = (TOP_NAME, namespace, engine)
-            modified, nbytes = _survey_one(path, names)
+            modified, nbytes = usage(path, names)
             found.append(_Other(modified, nbytes, path, names))
     return total, found
 
 
-def _survey_one(path: str, names: tuple[str, ...]) -> tuple[float, int]:
+def usage(path: str, names: tuple[str, ...]) -> tuple[float, int]:
+    """Latest change of a file (epoch seconds) and bytes on disk of all below `path`/`names`...; zeros if unreadable."""
     try:
         with open_path(path, names) as fd:
             return _tree(fd)
@@ -250,8 +248,8 @@ def _remove_parts(path: str, namespace: str) -> bool:
     with open_path(path, (TOP_NAME, namespace)) as fd:
         if names_in(fd, ENGINE_NAME):
             return False
-        _unlink(fd, PARTS_NAME)
-        _unlink(fd, f"{PARTS_NAME}.new")
+        remove(fd, PARTS_NAME)
+        remove(fd, f"{PARTS_NAME}{NEW}")
     with open_path(path, (TOP_NAME,)) as fd:
         return _rmdir(fd, namespace)
 
@@ -265,9 +263,8 @@ def _remove_engine(namespace_fd: int, engine: str) -> bool:
         try:
             for rank in names_in(engine_fd, RANK_NAME):
                 _remove_rank(engine_fd, rank)
-            _unlink(engine_fd, GENERATION_NAME)
-            _unlink(engine_fd, f"{GENERATION_NAME}.new")
-            _unlink(engine_fd, LEASE_NAME)
+            for name in (GENERATION_NAME, f"{GENERATION_NAME}{NEW}", LEASE_NAME):
+                remove(engine_fd, name)
         finally:
             os.close(lease)
         return _rmdir(namespace_fd, engine)
@@ -280,17 +277,10 @@ def _remove_rank(engine_fd: int, rank: str) -> None:
     try:
         for name in os.listdir(rank_fd):
             if name == PROBE_NAME or segment_of_name(name) is not None:
-                _unlink(rank_fd, name)
+                remove(rank_fd, name)
     finally:
         os.close(rank_fd)
     _rmdir(engine_fd, rank)
-
-
-def _unlink(directory_fd: int, name: str) -> None:
-    try:
-        os.unlink(name, dir_fd=directory_fd)
-    except FileNotFoundError:
-        pass
 
 
 def _rmdir(parent_fd: int, name: str) -> bool:

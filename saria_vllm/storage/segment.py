@@ -13,14 +13,13 @@ from saria_vllm.storage import format as fmt
 from saria_vllm.storage.directories import open_regular
 from saria_vllm.storage.drives import Drive, sync_directory, write_aligned, write_whole
 from saria_vllm.storage.recovery import data_name, journal_name
-from saria_vllm.types import align_up
 
 FREE, WRITING, LIVE, GONE = range(4)
 """States of a record, in one byte each."""
 
 
 class FileState(enum.Enum):
-    """NEW: no file yet. OPEN: records may be written. SEALED: read only. ENDED: retired, closed or never made."""
+    """NEW: no file yet. OPEN: records may be written. SEALED: read only. ENDED: retired or closed."""
 
     NEW = 0
     OPEN = 1
@@ -32,7 +31,8 @@ class Segment:
     """A segment's state. The store's lock guards record states, numbers and `data_fd`; `file_lock` all that
     touches the files."""
 
-    def __init__(self, drive: int, header: fmt.Header) -> None:
+    def __init__(self, drive_number: int, drive: Drive, header: fmt.Header) -> None:
+        self.place = drive_number, header.segment
         self.drive = drive
         self.header = header
         self.file_lock = threading.Lock()
@@ -50,17 +50,12 @@ class Segment:
         self._salt = fmt.salt_of(header)
 
     @property
-    def bytes_on_disk(self) -> int:
-        """What the files occupy."""
-        return fmt.data_file_bytes(self.header.record_bytes, self.header.records_max) + align_up(self.journal_bytes)
+    def data_path(self) -> str:
+        return os.path.join(self.drive.directory, data_name(self.header.segment))
 
-    def data_path(self, directory: str) -> str:
-        """Path of the data file in a rank directory."""
-        return os.path.join(directory, data_name(self.header.segment))
-
-    def journal_path(self, directory: str) -> str:
-        """Path of the journal in a rank directory."""
-        return os.path.join(directory, journal_name(self.header.segment))
+    @property
+    def journal_path(self) -> str:
+        return os.path.join(self.drive.directory, journal_name(self.header.segment))
 
     def has(self, record: int) -> bool:
         """Whether a record number is within the segment."""
@@ -86,7 +81,7 @@ class Segment:
         self.journal_bytes = journal_bytes
         self.state = FileState.SEALED
 
-    def create(self, drive: Drive, directory: str) -> None:
+    def create(self) -> None:
         """Make the files, allocated and with a header, or leave nothing behind.
 
         Raises:
@@ -94,25 +89,24 @@ class Segment:
         """
         header = self.header
         size = fmt.data_file_bytes(header.record_bytes, header.records_max)
-        data_path = self.data_path(directory)
-        data_fd = drive.open_segment_file(data_path, create=True, size=size)
+        data_fd = self.drive.open_segment_file(self.data_path, create=True, size=size)
         try:
             write_aligned(data_fd, fmt.pack_header(header), 0)
-            self._journal_fd = self._open_journal(directory, os.O_TRUNC)
+            self._journal_fd = self._open_journal(os.O_TRUNC)
         except OSError:
             os.close(data_fd)
-            os.unlink(data_path)
+            os.unlink(self.data_path)
             raise
         self.data_fd = data_fd
         self.state = FileState.OPEN
 
-    def reopen(self, drive: Drive, directory: str, rows: fmt.EntryRows) -> None:
+    def reopen(self, rows: fmt.EntryRows) -> None:
         """Open the data file of a segment that recovery found without an index, to seal it.
 
         Raises:
             OSError: it cannot be opened for writing.
         """
-        self.data_fd = drive.open_segment_file(self.data_path(directory), writable=True)
+        self.data_fd = self.drive.open_segment_file(self.data_path, writable=True)
         self.entries = {entry.record: entry for entry in fmt.entries_of(rows)}
 
     def append(self, entry: fmt.Entry) -> None:
@@ -124,7 +118,7 @@ class Segment:
         write_whole(self._journal_fd, fmt.pack_entry(entry, self._salt), self.journal_bytes)
         self.journal_bytes += fmt.ENTRY_BYTES
 
-    def append_drop(self, directory: str, entry: fmt.Entry) -> None:
+    def append_drop(self, entry: fmt.Entry) -> None:
         """Add a dropped record to the journal, which a sealed segment gets again for this.
 
         Raises:
@@ -133,13 +127,13 @@ class Segment:
         if self._journal_fd >= 0:
             self.append(entry)
             return
-        self._journal_fd = self._open_journal(directory, 0)
+        self._journal_fd = self._open_journal(0)
         try:
             self.append(entry)
         finally:
             self.close_journal()
 
-    def seal(self, drive: Drive, directory: str) -> None:
+    def seal(self) -> None:
         """Write the index, make it durable, remove the journal. The segment is sealed even where that fails.
 
         Raises:
@@ -151,10 +145,10 @@ class Segment:
         area = fmt.pack_index(list(entries.values()), self.header)
         write_aligned(self.data_fd, area, fmt.index_offset(self.header))
         os.fdatasync(self.data_fd)
-        sync_directory(directory)
-        os.unlink(self.journal_path(directory))
+        sync_directory(self.drive.directory)
+        os.unlink(self.journal_path)
         self.journal_bytes = 0
-        drive.drop_cache(self.data_fd)
+        self.drive.drop_cache(self.data_fd)
 
     def close_journal(self) -> None:
         """Close the journal's descriptor, if it is open."""
@@ -162,5 +156,5 @@ class Segment:
         if fd >= 0:
             os.close(fd)
 
-    def _open_journal(self, directory: str, flags: int) -> int:
-        return open_regular(self.journal_path(directory), os.O_WRONLY | os.O_CREAT | flags)
+    def _open_journal(self, flags: int) -> int:
+        return open_regular(self.journal_path, os.O_WRONLY | os.O_CREAT | flags)

@@ -20,12 +20,9 @@ from typing import NamedTuple
 from saria_vllm import _native
 from saria_vllm.errors import FormatError
 from saria_vllm.storage import format as fmt
-from saria_vllm.storage.directories import open_regular
+from saria_vllm.storage.directories import open_regular, remove
 from saria_vllm.storage.drives import read_aligned, write_whole
 from saria_vllm.storage.recovery import data_name, journal_name
-
-SEGMENT_BYTES_MAX = 1 << 31
-"""No engine makes larger segments: what says so is not believed."""
 
 READS_MAX = 8
 READ_BYTES_MAX = 256 << 20
@@ -52,7 +49,7 @@ class Problem(NamedTuple):
     drop: str
 
 
-class Place(NamedTuple):
+class Expected(NamedTuple):
     """What the files of a rank directory must say."""
 
     store_id: bytes
@@ -88,24 +85,24 @@ class SegmentView:
     problems: list[Problem] = field(default_factory=list)
 
 
-def look(rank_fd: int, segment: int, place: Place) -> SegmentView | None:
+def look(rank_fd: int, segment: int, expected: Expected) -> SegmentView | None:
     """Read a segment's structure; None when it has no data file (any more).
 
     Raises:
         OSError: as from read(2), but for errors of the drive.
     """
-    with _opened(rank_fd, segment, place) as (view, _):
+    with _opened(rank_fd, segment, expected) as (view, _):
         return view
 
 
-def check(rank_fd: int, segment: int, place: Place) -> tuple[SegmentView | None, int]:
+def check(rank_fd: int, segment: int, expected: Expected) -> tuple[SegmentView | None, int]:
     """`look`, and every payload that a reader would use: bad ones are among the problems and no longer live. Also how
     many bytes of payload were read.
 
     Raises:
         OSError: as from `look`.
     """
-    with _opened(rank_fd, segment, place) as (view, fd):
+    with _opened(rank_fd, segment, expected) as (view, fd):
         if view is None or view.header is None:
             return view, 0
         read = len(view.live) * view.header.record_bytes
@@ -124,7 +121,7 @@ def drop(rank_fd: int, view: SegmentView, problems: Iterable[Problem]) -> None:
     problems = list(problems)
     if any(problem.drop == UNLINK for problem in problems):
         for name in (data_name(view.segment), journal_name(view.segment)):
-            _unlink(rank_fd, name)
+            remove(rank_fd, name)
         return
     records = [problem.record for problem in problems if problem.drop == RECORD and problem.record is not None]
     if not records and not any(problem.drop == TRUNCATE for problem in problems):
@@ -168,7 +165,7 @@ def describe(error: OSError) -> tuple[str, str]:
 
 
 @contextmanager
-def _opened(rank_fd: int, segment: int, place: Place) -> Iterator[tuple[SegmentView | None, int]]:
+def _opened(rank_fd: int, segment: int, expected: Expected) -> Iterator[tuple[SegmentView | None, int]]:
     """A segment's structure and the descriptor of its data, which is closed afterwards; -1 where there is none."""
     name = data_name(segment)
     view = SegmentView(segment)
@@ -185,12 +182,12 @@ def _opened(rank_fd: int, segment: int, place: Place) -> Iterator[tuple[SegmentV
         return
     try:
         try:
-            _read_structure(fd, rank_fd, view, place)
+            _read_structure(fd, rank_fd, view, expected)
         except FormatError as error:
             kind, _, what = str(error).partition(": ")
             view.header = None
             # A file of another version may have another reader, if its namespace is not known to be of ours.
-            droppable = kind != "version" or place.record_bytes is not None
+            droppable = kind != "version" or expected.record_bytes is not None
             view.problems.append(Problem(kind, name, None, what, UNLINK if droppable else NOTHING))
         except OSError as error:
             if error.errno != errno.EIO:
@@ -213,7 +210,7 @@ def _open_data(rank_fd: int, name: str) -> int:
     return open_regular(name, os.O_RDONLY, rank_fd)
 
 
-def _read_structure(fd: int, rank_fd: int, view: SegmentView, place: Place) -> None:
+def _read_structure(fd: int, rank_fd: int, view: SegmentView, expected: Expected) -> None:
     """Fill a view.
 
     Raises:
@@ -222,9 +219,9 @@ def _read_structure(fd: int, rank_fd: int, view: SegmentView, place: Place) -> N
     """
     status = os.fstat(fd)
     view.nbytes, view.modified, view.read = status.st_blocks * 512, status.st_mtime, status.st_atime
-    view.problems += check_status(data_name(view.segment), status, place.owner)
-    header = view.header = _read_header(fd, view.segment, status.st_size, place)
-    journal, has_journal = _read_journal(rank_fd, view, header, place.owner)
+    view.problems += check_status(data_name(view.segment), status, expected.owner)
+    header = view.header = _read_header(fd, view.segment, status.st_size, expected)
+    journal, has_journal = _read_journal(rank_fd, view, header, expected.owner)
     area = read_aligned(fd, fmt.index_bytes(header.records_max), fmt.index_offset(header))
     try:
         entries, view.sealed = fmt.parse_index(area, header), True
@@ -238,7 +235,7 @@ def _read_structure(fd: int, rank_fd: int, view: SegmentView, place: Place) -> N
     for entry in (*entries, *journal):
         if not entry.key:
             view.live.pop(entry.record, None)
-        elif place.generation in (None, entry.generation):
+        elif expected.generation in (None, entry.generation):
             view.live[entry.record] = entry
         else:
             view.stale += 1
@@ -246,20 +243,20 @@ def _read_structure(fd: int, rank_fd: int, view: SegmentView, place: Place) -> N
         view.sequence_max = max(view.sequence_max, entry.sequence)
 
 
-def _read_header(fd: int, segment: int, size: int, place: Place) -> fmt.Header:
+def _read_header(fd: int, segment: int, size: int, expected: Expected) -> fmt.Header:
     try:
         header = fmt.parse_header(read_aligned(fd, fmt.HEADER_BYTES, 0))
     except FormatError as error:
         what = str(error).removeprefix("header: ")
         raise FormatError(f"{'version' if what.startswith('format version') else 'header'}: {what}") from None
-    if (header.store_id, header.rank, header.segment) != (place.store_id, place.rank, segment):
+    if (header.store_id, header.rank, header.segment) != (expected.store_id, expected.rank, segment):
         raise FormatError("store: its header is of another engine, rank or segment")
-    expected = None if place.record_bytes is None else place.record_bytes.get(header.group, 0)
-    if expected not in (None, header.record_bytes):
+    record_bytes = None if expected.record_bytes is None else expected.record_bytes.get(header.group, 0)
+    if record_bytes not in (None, header.record_bytes):
         raise FormatError(
             f"group: group {header.group} of this namespace has no records of {header.record_bytes} bytes"
         )
-    if fmt.segment_cost_bytes(header.record_bytes, header.records_max) > SEGMENT_BYTES_MAX:
+    if fmt.segment_cost_bytes(header.record_bytes, header.records_max) > fmt.SEGMENT_BYTES_MAX:
         raise FormatError(f"size: {header.records_max} records of {header.record_bytes} bytes are no segment")
     wanted = fmt.data_file_bytes(header.record_bytes, header.records_max)
     if size != wanted:
@@ -329,10 +326,3 @@ def _is_directory(directory_fd: int, name: str) -> bool:
         return stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode)
     except FileNotFoundError:
         return False
-
-
-def _unlink(directory_fd: int, name: str) -> None:
-    try:
-        os.unlink(name, dir_fd=directory_fd)
-    except FileNotFoundError:
-        pass

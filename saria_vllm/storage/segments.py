@@ -127,12 +127,12 @@ class SegmentStore:
         Raises:
             StorageError: the extent cannot be written: no such drive or group, record out of range, written before,
                 another group's or a sealed segment, or one segment too many.
-            OSError: the segment's file cannot be made (ENOSPC, EIO, ...); nothing of it is left.
+            OSError: the segment's file cannot be made (ENOSPC, EIO, ...); the next record of it tries again.
         """
         segment = self._segment_to_write(group, extent)
         with segment.file_lock:
             if segment.state == FileState.NEW:
-                self._create(segment)
+                segment.create()
             with self._lock:
                 if segment.state != FileState.OPEN or segment.states[extent.record] != FREE:
                     raise StorageError(f"{extent} cannot be written: written before, or its segment is not open")
@@ -167,7 +167,8 @@ class SegmentStore:
             return
         with segment.file_lock:
             with self._lock:
-                if segment.state == FileState.OPEN and segment.states[extent.record] in (FREE, WRITING):
+                begun = segment.state in (FileState.NEW, FileState.OPEN)
+                if begun and segment.states[extent.record] in (FREE, WRITING):
                     segment.finish(extent.record, GONE)
             self._seal_if_finished(segment)
 
@@ -221,7 +222,7 @@ class SegmentStore:
                 self._sequence += 1
                 entry = fmt.Entry(extent.record, self._generation, 0, self._sequence, b"", b"")
             try:
-                segment.append_drop(self._directory(segment.drive), entry)
+                segment.append_drop(entry)
             except OSError:
                 pass  # documented: only a courtesy to the next process
 
@@ -243,7 +244,7 @@ class SegmentStore:
                 fd = self._take_fd(found)
             self._descriptors.close(fd)
             found.close_journal()
-            discard_segment(self._directory(drive), segment)
+            discard_segment(found.drive.directory, segment)
 
     def seal(self, drive: int, segment: int) -> None:
         """End a segment early: records that are free or being written never will be. Unknown ones are a no-op.
@@ -264,13 +265,8 @@ class SegmentStore:
 
     def is_there(self, drive: int) -> bool:
         """Whether our directory on a drive is still where it was: somebody may have removed, moved or replaced it."""
-        path = self._directory(drive % len(self.drives))
+        path = os.path.join(self._open.directories[drive % len(self.drives)], f"r{self._rank}")
         return os.path.isdir(path) and not os.path.islink(path)
-
-    def bytes_on_disk(self) -> int:
-        """Bytes that this rank's files occupy over all drives."""
-        with self._lock:
-            return sum(segment.bytes_on_disk for segment in self._segments.values())
 
     def close(self) -> None:
         """Seal what is open (one index write and one sync each), close all files. Idempotent. No payload may be
@@ -281,7 +277,7 @@ class SegmentStore:
             self._closed = True
             segments = list(self._segments.values())
         for segment in segments:
-            self.seal(segment.drive, segment.header.segment)
+            self.seal(*segment.place)
         with self._lock:
             for segment in segments:
                 segment.state = FileState.ENDED
@@ -304,9 +300,6 @@ class SegmentStore:
         if not segment.has(extent.record):
             raise StorageError(f"{extent}: records end at {segment.header.records_max}")
         return segment
-
-    def _directory(self, drive: int) -> str:
-        return os.path.join(self._open.directories[drive], f"r{self._rank}")
 
     def _drive(self, index: int) -> Drive:
         drive = self.drives[index] if 0 <= index < len(self.drives) else None
@@ -340,21 +333,21 @@ class SegmentStore:
             self.drives = tuple(None if at == index else kept for at, kept in enumerate(self.drives))
             return None
 
-    def _adopt(self, drive: int, scanned: ScannedSegment) -> None:
-        header = scanned.header
+    def _adopt(self, number: int, scanned: ScannedSegment) -> None:
+        drive, header = self._drive(number), scanned.header
         if not scanned.rows.size:
             try:
-                discard_segment(self._directory(drive), header.segment)
+                discard_segment(drive.directory, header.segment)
             except OSError as error:
                 self._note(f"segment {header.segment:x} cannot be unlinked: {error}")
             return
-        segment = Segment(drive, header)
+        segment = Segment(number, drive, header)
         segment.adopt(scanned.rows, scanned.journal_bytes)
         with self._lock:
-            self._segments[drive, header.segment] = segment
+            self._segments[segment.place] = segment
         if not scanned.sealed:
             try:
-                segment.reopen(self._drive(drive), self._directory(drive), scanned.rows)
+                segment.reopen(scanned.rows)
             except OSError as error:
                 self._note(f"segment {header.segment:x} cannot be sealed, its journal stays: {error}")
                 return
@@ -367,41 +360,25 @@ class SegmentStore:
     # Writing
 
     def _segment_to_write(self, group: int, extent: Extent) -> Segment:
-        self._drive(extent.drive)
+        drive = self._drive(extent.drive)
         if group not in self._shapes:
             raise StorageError(f"group {group} is not known")
         with self._lock:
-            segment = self._segments.get(extent[:2])
-            if segment is None:
-                segment = self._new_segment(group, extent)
-        if segment.header.group != group:
-            raise StorageError(f"{extent} is a segment of group {segment.header.group}, not {group}")
-        if not segment.has(extent.record):
-            raise StorageError(f"{extent}: records end at {segment.header.records_max}")
-        return segment
+            if extent[:2] not in self._segments:
+                self._new_segment(group, extent, drive)
+        return self._find(group, extent)
 
-    def _new_segment(self, group: int, extent: Extent) -> Segment:
+    def _new_segment(self, group: int, extent: Extent, drive: Drive) -> None:
         """Register a segment whose file is yet to be made. The store's lock is held."""
         records_max = self.records_max(group)
         if self._closed or not 0 <= extent.segment < SEGMENT_ID_END or not 0 <= extent.record < records_max:
             raise StorageError(f"{extent}: closed, no segment id, or records end at {records_max}")
-        if sum(drive == extent.drive for drive, _ in self._segments) >= self._open.segments_max:
+        if sum(number == extent.drive for number, _ in self._segments) >= self._open.segments_max:
             raise StorageError(f"{extent}: drive {extent.drive} has {self._open.segments_max} segments already")
         record_bytes = self._shapes[group].record_bytes
         header = fmt.Header(self._store_id, self._rank, extent.segment, group, record_bytes, records_max)
-        segment = Segment(extent.drive, header)
-        self._segments[extent[:2]] = segment
+        self._segments[extent[:2]] = Segment(extent.drive, drive, header)
         self._next_segment_id = max(self._next_segment_id, extent.segment + 1)
-        return segment
-
-    def _create(self, segment: Segment) -> None:
-        try:
-            segment.create(self._drive(segment.drive), self._directory(segment.drive))
-        except OSError:
-            with self._lock:
-                segment.state = FileState.ENDED
-                self._segments.pop((segment.drive, segment.header.segment), None)
-            raise
 
     def _entry_to_commit(self, segment: Segment, extent: Extent, key: bytes, parent: bytes, checksum: int) -> fmt.Entry:
         with self._lock:
@@ -419,7 +396,7 @@ class SegmentStore:
     def _seal(self, segment: Segment) -> None:
         """Write the index. The segment's lock is held, or nobody else knows it yet."""
         try:
-            segment.seal(self._drive(segment.drive), self._directory(segment.drive))
+            segment.seal()
         except OSError as error:
             self._note(f"segment {segment.header.segment:x} cannot be sealed, its journal stays: {error}")
         with self._lock:
@@ -432,21 +409,20 @@ class SegmentStore:
         """The segment's descriptor, with one more user, or -1 when its file is not open."""
         with self._lock:
             self._check_live(segment, extent)
-            key = (segment.drive, segment.header.segment)
-            if key in self._read_fds:
-                self._read_fds.move_to_end(key)
+            if segment.place in self._read_fds:
+                self._read_fds.move_to_end(segment.place)
             if segment.data_fd >= 0:
                 self._descriptors.use(segment.data_fd)
             return segment.data_fd
 
     def _open_to_read(self, segment: Segment, extent: Extent) -> int:
         """Open the segment's file, or take what another thread opened meanwhile; with one more user."""
-        opened = self._drive(segment.drive).open_segment_file(segment.data_path(self._directory(segment.drive)))
+        opened = segment.drive.open_segment_file(segment.data_path)
         spare, evicted = opened, -1
         try:
             with self._lock:
                 self._check_live(segment, extent)
-                if self._segments.get((segment.drive, segment.header.segment)) is not segment:
+                if self._segments.get(segment.place) is not segment:
                     raise StorageError(f"{extent} was retired")
                 if segment.data_fd >= 0:
                     self._descriptors.use(segment.data_fd)
@@ -474,14 +450,14 @@ class SegmentStore:
 
     def _keep_for_reading(self, segment: Segment) -> int:
         """Count an open file of a sealed segment; the descriptor to close for it, or -1. The store's lock is held."""
-        self._read_fds[segment.drive, segment.header.segment] = None
+        self._read_fds[segment.place] = None
         if len(self._read_fds) <= READ_FDS_MAX:
             return -1
         return self._take_fd(self._segments[next(iter(self._read_fds))])
 
     def _take_fd(self, segment: Segment) -> int:
         """Take a segment's data file from it, to be closed. The store's lock is held."""
-        self._read_fds.pop((segment.drive, segment.header.segment), None)
+        self._read_fds.pop(segment.place, None)
         fd, segment.data_fd = segment.data_fd, -1
         return fd
 

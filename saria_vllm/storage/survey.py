@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +26,7 @@ from saria_vllm.storage.format import FORMAT_VERSION
 from saria_vllm.storage.namespace import parse_generation, store_id
 from saria_vllm.storage.reclaim import usage
 from saria_vllm.storage.recovery import segment_of_name
-from saria_vllm.storage.segment_check import Place, look
-
-_ENDURANCE = re.compile(r"endurance-e(0|[1-9][0-9]{0,5})\.json")
+from saria_vllm.storage.segment_check import Expected, look
 
 
 @dataclass(slots=True)
@@ -104,18 +101,8 @@ def namespaces_in(path: str) -> list[str]:
     Raises:
         OSError, StorageError: as from `open_path`.
     """
-    with open_path(path, (TOP_NAME,)) as fd, os.scandir(fd) as listing:
-        return sorted(item.name for item in listing if NAMESPACE_NAME.fullmatch(item.name))
-
-
-def endurance_indexes(path: str) -> list[int]:
-    """Engines of which an SSD path remembers what they wrote.
-
-    Raises:
-        OSError, StorageError: as from `open_path`.
-    """
-    with open_path(path, (TOP_NAME,)) as fd, os.scandir(fd) as listing:
-        return sorted(int(match[1]) for item in listing if (match := _ENDURANCE.fullmatch(item.name)))
+    with open_path(path, (TOP_NAME,)) as fd:
+        return names_in(fd, NAMESPACE_NAME)
 
 
 def view_namespace(path: str, namespace: str, reads_known: bool, proc: str = "/proc") -> NamespaceView:
@@ -129,8 +116,7 @@ def view_namespace(path: str, namespace: str, reads_known: bool, proc: str = "/p
     """
     with open_path(path, (TOP_NAME, namespace)) as fd:
         parts = read_parts(fd, namespace)
-        with os.scandir(fd) as listing:
-            indexes = sorted(int(item.name[1:]) for item in listing if ENGINE_NAME.fullmatch(item.name))
+        indexes = sorted(int(name[1:]) for name in names_in(fd, ENGINE_NAME))
     engines = []
     for index in indexes:
         try:
@@ -156,7 +142,7 @@ def _view_engine(
         generation = parse_generation(read_small(fd, GENERATION_NAME) or b"")
         if generation is not None:
             view.generation, view.process_only = generation
-        ranks = sorted(name for name in os.listdir(fd) if RANK_NAME.fullmatch(name))
+        ranks = names_in(fd, RANK_NAME)
         owner = os.fstat(fd).st_uid
     view.ranks = len(ranks)
     if parts is not None and parts.get("format", FORMAT_VERSION) != FORMAT_VERSION:
@@ -164,17 +150,17 @@ def _view_engine(
     for name in ranks:
         rank = int(name[1:])
         store = store_id(namespace, index, rank)
-        place = Place(store, rank, record_bytes(parts), view.generation, owner)
+        expected = Expected(store, rank, record_bytes(parts), view.generation, owner)
         with open_path(path, (*names, name)) as fd:
-            _view_rank(fd, place, view, reads_known)
+            _view_rank(fd, expected, view, reads_known)
     return view
 
 
-def _view_rank(fd: int, place: Place, view: EngineView, reads_known: bool) -> None:
+def _view_rank(fd: int, expected: Expected, view: EngineView, reads_known: bool) -> None:
     with os.scandir(fd) as listing:
         found = [known for item in listing if (known := segment_of_name(item.name)) is not None]
     for segment in sorted(number for number, kind in found if kind == "data"):
-        seen = look(fd, segment, place)
+        seen = look(fd, segment, expected)
         if seen is None:
             continue
         view.segments.append(SegmentUse(seen.nbytes, seen.modified, seen.read if reads_known else 0.0))

@@ -22,7 +22,6 @@ from saria_vllm.errors import StorageError
 from saria_vllm.storage.directories import (
     TOP_NAME,
     is_leased,
-    names_in,
     open_path,
     read_small,
     try_lease,
@@ -31,7 +30,7 @@ from saria_vllm.storage.directories import (
 
 VERSION = 1
 _SECTOR_BYTES = 512
-_NAME = re.compile(r"endurance-e(0|[1-9][0-9]{0,5})\.(json|lease)")
+FILE_NAME = re.compile(r"endurance-e(0|[1-9][0-9]{0,5})\.(json|lease)")
 
 ENGINES_MAX = 1024
 """Engines that may write under one path."""
@@ -127,7 +126,8 @@ def other_states(path: str, own: int) -> tuple[int, list[bytes]]:
     living, states = 0, []
     try:
         with open_path(path, (TOP_NAME,)) as fd:
-            found = [match for name in names_in(fd, _NAME) if (match := _NAME.fullmatch(name)) and int(match[1]) != own]
+            matches = map(FILE_NAME.fullmatch, os.listdir(fd))
+            found = [match for match in matches if match and int(match[1]) != own]
             living = sum(match[2] == "lease" and is_leased(fd, match[0]) for match in found)
     except OSError as error:
         raise StorageError(f"{path}/{TOP_NAME}: {error.strerror or error}") from error
@@ -169,7 +169,7 @@ def engines_with_state(path: str) -> list[int]:
     """Indexes of the engines that have written a state under an SSD path, whether they run or not."""
     try:
         with open_path(path, (TOP_NAME,)) as fd:
-            found = [_NAME.fullmatch(name) for name in os.listdir(fd)]
+            found = list(map(FILE_NAME.fullmatch, os.listdir(fd)))
     except OSError:
         return []
     return sorted(int(match[1]) for match in found if match and match[2] == "json")

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from saria_vllm import _native
-from saria_vllm.engine.checksum import checksum_torch, checksums_torch
+from saria_vllm.engine.checksum import checksums_torch
 
 torch = pytest.importorskip("torch")
 
@@ -58,7 +58,7 @@ def native(record: bytes, seed: int, misalign: int = 0) -> int:
 
 
 def by_torch(record: bytes, seed: int) -> int:
-    return checksum_torch(torch.frombuffer(bytearray(record), dtype=torch.uint8), seed)
+    return checksums_torch(torch.frombuffer(bytearray(record), dtype=torch.uint8).unsqueeze(0), [seed])[0]
 
 
 def sample(kind: str, nbytes: int) -> bytes:
@@ -159,10 +159,10 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="4096"):
         _native.checksum(0, 4095, 0)
     with pytest.raises(ValueError, match="4096"):
-        checksum_torch(torch.zeros(100, dtype=torch.uint8), 0)
+        checksums_torch(torch.zeros(1, 100, dtype=torch.uint8), [0])
     with pytest.raises(ValueError, match="uint8"):
-        checksum_torch(torch.zeros(4096, dtype=torch.int8), 0)
+        checksums_torch(torch.zeros(1, 4096, dtype=torch.int8), [0])
     with pytest.raises(ValueError, match="contiguous"):
-        checksum_torch(torch.zeros(8192, dtype=torch.uint8)[::2], 0)
+        checksums_torch(torch.zeros(1, 8192, dtype=torch.uint8)[:, ::2], [0])
     with pytest.raises(ValueError, match="seed"):
         checksums_torch(torch.zeros(2, 4096, dtype=torch.uint8), [1])

@@ -9,7 +9,7 @@ import pytest
 
 from doubles import MakeRig
 from saria_vllm.engine import executor
-from saria_vllm.engine.cpus import near_drive
+from saria_vllm.engine.cpus import cpu_list, near_drive
 
 
 def make_sysfs(tmp_path: Path, device: str, cpulist: str | None, partition: bool = False) -> str:
@@ -53,6 +53,13 @@ def test_a_stacked_or_unknown_device_leaves_all(tmp_path: Path) -> None:
     sys_block = make_sysfs(tmp_path, "virtual/nvme-subsystem/nvme-subsys0/nvme0n1", None)
     (tmp_path / "local_cpulist").write_text("1")  # Outside of sysfs.
     assert near_drive({1, 2}, str(tmp_path), sys_block) == {1, 2}
+
+
+def test_lists_of_cpus() -> None:
+    assert cpu_list("0-3,8\n") == {0, 1, 2, 3, 8}
+    assert cpu_list("") == set()
+    with pytest.raises(ValueError):
+        cpu_list("0-x")
 
 
 def test_threads_of_a_drive_run_near_it_unless_told_where(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

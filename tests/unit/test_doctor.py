@@ -137,13 +137,6 @@ def test_io_cores(machine: Machine) -> None:
     says(check((4,), range(8, 16), 16, 78), "ok", "this process")
 
 
-def test_lists_of_cpus() -> None:
-    assert doctor_checks.cpus_of("0-3,8\n") == {0, 1, 2, 3, 8}
-    assert doctor_checks.cpus_of("") == set()
-    with pytest.raises(ValueError):
-        doctor_checks.cpus_of("0-x")
-
-
 def test_gds(machine: Machine) -> None:
     there, missing = Ended(0, "", ""), Ended(1, "", "OSError: libcufile.so.0")
     says(doctor_checks.gds(machine, lambda: True, lambda code: there), "ok", "no NVIDIA driver")

@@ -289,7 +289,7 @@ def test_a_pause_and_undrained_retirements_survive_a_reset() -> None:
 
 def test_a_drive_left_out_gets_nothing_and_loses_nothing() -> None:
     extents = ExtentAllocator(2, 4, [2])
-    extents.leave_out(1)
+    extents.striping.leave_out(1)
     assert {take(extents, 0, 1e9).drive for _ in range(6)} == {0}  # type: ignore[union-attr]
     assert not adopt(extents, Extent(1, 50, 0), 0, 7)
     extents.end_adoption(60, [(1, 50), (0, 51)])

@@ -453,7 +453,8 @@ def test_the_executor_loads_what_another_persisted(make_rig: MakeRig, tmp_path: 
     assert all(ours.is_at(0, key, blocks[i]) for i, key in enumerate(keys))
     assert ours.loaded(ours.load(items[0]._replace(key=b"another"))).reason == "checksum"
     theirs.executor.retire(0, 0)
-    while theirs.executor._store is None or theirs.executor._store.bytes_on_disk():
+    rank_directory = tmp_path / "saria" / NAME / "e0" / "r0"
+    while list(rank_directory.iterdir()):
         time.sleep(0.001)
     assert ours.loaded(ours.load(items[1])).reason == "not_found"
     assert theirs.loaded(theirs.load(from_ssd(0, blocks[0], Extent(0, 0, 0), keys[0]))).failed

@@ -235,7 +235,7 @@ def test_drives_share_the_demand_by_their_budgets(policy: str) -> None:
     turn(tiers, [b"a", b"b", b"c", b"d"], 0.0)
     end(tiers, *evict_all(tiers))
     assert asked() == pytest.approx([1, 3])
-    extents.leave_out(0)
+    extents.striping.leave_out(0)
     turn(tiers, [b"e", b"f"], 0.0)
     end(tiers, *evict_all(tiers))
     assert asked() == pytest.approx([1, 3 + 2]), "what is never written to is planned for by the others"

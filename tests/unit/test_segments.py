@@ -112,6 +112,30 @@ def test_abandoned_records_count_towards_the_seal(bench: Bench) -> None:
     assert len(bench.reopen()[1]) == 2
 
 
+def test_a_segment_whose_file_could_not_be_made_at_first_is_sealed_when_it_is_full(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = bench.reopen()
+    drive = store.drives[0]
+    assert drive is not None
+
+    def fails(path: str, **how: object) -> int:
+        raise OSError(errno.EMFILE, "too many")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drive, "open_segment_file", fails)
+        with pytest.raises(OSError, match="too many"):
+            store.write_target(0, Extent(0, 0, 0))
+    store.abandon(0, Extent(0, 0, 0))
+    assert bench.files() == []
+    with pytest.raises(StorageError):
+        store.write_target(0, Extent(0, 0, 0))
+    for record in (1, 2, 3):
+        write(store, 0, Extent(0, 0, record), b"%d" % record)
+    assert bench.files() == ["seg-0000000000000000.data"]
+    assert [chunk.key for chunk in bench.reopen()[1]] == [b"1", b"2", b"3"]
+
+
 def test_seal_ends_a_segment_early(bench: Bench) -> None:
     store, _ = bench.reopen()
     fill(store, count=2)
@@ -184,7 +208,6 @@ def test_retire_unlinks_and_late_users_have_the_file_to_themselves(bench: Bench)
     store.abandon(0, Extent(0, 0, 2))
     with pytest.raises(StorageError):
         store.read_target(0, Extent(0, 0, 0))
-    assert store.bytes_on_disk() == 0
 
 
 def test_newest_of_two_records_with_one_key_wins(bench: Bench) -> None:
@@ -221,7 +244,6 @@ def test_the_cap_holds_while_writing_and_when_reopened(bench: Bench) -> None:
     for directory in bench.directories:
         used = int(subprocess.check_output(["du", "-sB1", os.path.join(directory, "r0")]).split()[0])
         assert used - 4096 <= 3 * SEGMENT_BYTES
-    assert store.bytes_on_disk() <= 4 * SEGMENT_BYTES
     store.close()
     store, found = bench.reopen(segments_max=2)
     assert {chunk.extent[:2] for chunk in found} == {(0, 1), (0, 2), (1, 3)}
@@ -238,7 +260,6 @@ def test_du_of_segments_with_every_record_forgotten(bench: Bench, count: int) ->
         store.forget(Extent(0, 0, record))
     status = [os.stat(bench.path(name)) for name in bench.files()]
     assert sum(item.st_blocks * 512 for item in status) <= SEGMENT_BYTES
-    assert store.bytes_on_disk() <= SEGMENT_BYTES
 
 
 @pytest.mark.parametrize("other", [{"store_id": b"x" * 16}, {"generation": 2}])

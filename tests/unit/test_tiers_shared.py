@@ -122,7 +122,7 @@ def test_a_drive_that_held_up_a_load_is_left_alone_whoever_wrote_to_it() -> None
 def test_on_a_drive_that_is_left_out_nothing_is_anothers() -> None:
     tiers = make_tiers(drives=2)
     assert tiers.chunks.extents is not None
-    tiers.chunks.extents.leave_out(1)
+    tiers.chunks.extents.striping.leave_out(1)
     adopt(tiers, KEYS[:1], drive=4)
     adopt(tiers, KEYS[1:2], drive=5)
     assert [match(tiers, [key], 0, 1) for key in KEYS[:2]] == [1, 0]
