@@ -74,6 +74,8 @@ class SegmentStore:
         self._next_segment_id = 0
         self._sequence = 0
         self._read_fds: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._left: set[tuple[int, int]] = set()
+        """Retired segments whose files could not be unlinked."""
         self._closed = False
         self.notes: list[str] = []
         """What the log should say once: buffered fallbacks, drives left out, files dropped by `recover`."""
@@ -230,7 +232,8 @@ class SegmentStore:
         writes does so in a file without a name, which goes with the last `release`.
 
         Raises:
-            OSError: the files are still there; the segment is unknown all the same.
+            OSError: files are still there, of this segment or of one before; it is unknown all the same. No segment is
+                made on this drive until they are gone.
         """
         found = self._lookup(Extent(drive, segment, 0))
         if found is None:
@@ -243,7 +246,8 @@ class SegmentStore:
                 fd = self._take_fd(found)
             self._descriptors.close(fd)
             found.close_journal()
-            discard_segment(self._directory(drive), segment)
+            self._left.add((drive, segment))
+            self._clear_away(drive)
 
     def seal(self, drive: int, segment: int) -> None:
         """End a segment early: records that are free or being written never will be. Unknown ones are a no-op.
@@ -396,12 +400,29 @@ class SegmentStore:
 
     def _create(self, segment: Segment) -> None:
         try:
+            self._clear_away(segment.drive)  # What stays would come on top of the cap.
             segment.create(self._drive(segment.drive), self._directory(segment.drive))
         except OSError:
             with self._lock:
                 segment.state = FileState.ENDED
                 self._segments.pop((segment.drive, segment.header.segment), None)
             raise
+
+    def _clear_away(self, drive: int) -> None:
+        """Unlink the files of what was retired on a drive.
+
+        Raises:
+            OSError: some are still there.
+        """
+        problem: OSError | None = None
+        for place in [place for place in tuple(self._left) if place[0] == drive]:
+            try:
+                discard_segment(self._directory(drive), place[1])
+                self._left.discard(place)
+            except OSError as error:
+                problem = error
+        if problem is not None:
+            raise problem
 
     def _entry_to_commit(self, segment: Segment, extent: Extent, key: bytes, parent: bytes, checksum: int) -> fmt.Entry:
         with self._lock:
