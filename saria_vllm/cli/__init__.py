@@ -37,6 +37,12 @@ def not_an_ssd_path(path: str, error: OSError | StorageError) -> UsageError:
     return UsageError(f"{path}: {getattr(error, 'strerror', None) or error}; accepted: one of ssd_paths")
 
 
+def printable(text: str) -> str:
+    """Lines for a terminal. Paths and what the system says are others' to choose: nothing in them may steer it, or be
+    refused by its encoding."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)

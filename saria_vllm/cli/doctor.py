@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from saria_vllm.cli import UsageError
+from saria_vllm.cli import UsageError, printable
 from saria_vllm.cli import doctor_checks as checks
 from saria_vllm.cli import doctor_paths as paths
 from saria_vllm.cli.doctor_checks import Check, Machine, guarded
@@ -126,7 +126,4 @@ def _extra(text: str) -> object:
 
 def _line(where: str, check: Check) -> str:
     text = f"{check.status:4}  {where + ' ' if where else ''}{check.name}: {check.found}"
-    # Paths and what the system says are others' to choose: nothing in them may steer a terminal.
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text) + (
-        f"\n      -> {check.advice}" if check.advice else ""
-    )
+    return printable(text.replace("\n", "\\n")) + (f"\n      -> {check.advice}" if check.advice else "")

@@ -61,6 +61,8 @@ def permissions(path: str) -> Check:
         )
     if os.geteuid() not in (0, own.st_uid):
         return Check("permissions", "bad", f"{top} belongs to user {own.st_uid}", accepted)
+    if own is not status and not os.access(top, os.R_OK | os.W_OK | os.X_OK):
+        return Check("permissions", "bad", f"mode {stat.S_IMODE(own.st_mode):04o} of {top}", f"chmod 0700 {top}")
     if own.st_mode & OTHERS and not own.st_mode & stat.S_ISVTX:
         where = top if own is not status else path
         return Check("permissions", "warn", f"others may write in {where}", f"chmod go-w {where}")

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from saria_vllm.cli import UsageError, not_an_ssd_path
+from saria_vllm.cli import UsageError, not_an_ssd_path, printable
 from saria_vllm.cli.simulate import aligned
 from saria_vllm.config import EnduranceConfig, format_bytes
 from saria_vllm.errors import StorageError
@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     if age_s is not None:
         chosen |= {view.name for view in views if now - view.last_used > age_s}
     dropped, kept = _drop(path, [view for view in views if view.name in chosen])
+    unread = chosen - {view.name for view in views}
+    kept += [{"name": name, "why": "it cannot be read, or went"} for name in sorted(unread)]
     views = [view for view in views if view.name not in dropped]
     disk = os.statvfs(path)
     report = {
@@ -65,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dropped": sorted(dropped),
         "not_dropped": kept,
     }
-    print(json.dumps(report) if arguments.json else _text(report))
+    print(json.dumps(report) if arguments.json else printable(_text(report)))
     return 1 if kept else 0
 
 

@@ -392,8 +392,8 @@ def read_parts(namespace_fd: int, namespace: str) -> dict[str, Any] | None:
     """
     try:
         parts = json.loads(read_small(namespace_fd, PARTS_NAME) or b"")
-        known = isinstance(parts, dict) and (
-            parts.get("format", FORMAT_VERSION) != FORMAT_VERSION or namespace_name(parts) == namespace
+        known = isinstance(parts, dict) and (  # Also where its name is not asked for, it must be JSON: no NaN.
+            namespace_name(parts) == namespace or parts.get("format", FORMAT_VERSION) != FORMAT_VERSION
         )
     except (ValueError, RecursionError):
         return None

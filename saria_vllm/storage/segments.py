@@ -74,6 +74,8 @@ class SegmentStore:
         self._next_segment_id = 0
         self._sequence = 0
         self._read_fds: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._left: set[Segment] = set()
+        """Retired segments whose files could not be unlinked."""
         self._closed = False
         self.notes: list[str] = []
         """What the log should say once: buffered fallbacks, drives left out, files dropped by `recover`."""
@@ -132,6 +134,7 @@ class SegmentStore:
         segment = self._segment_to_write(group, extent)
         with segment.file_lock:
             if segment.state == FileState.NEW:
+                self._clear_away(extent.drive)  # What stays would come on top of the cap.
                 segment.create()
             with self._lock:
                 if segment.state != FileState.OPEN or segment.states[extent.record] != FREE:
@@ -231,7 +234,8 @@ class SegmentStore:
         writes does so in a file without a name, which goes with the last `release`.
 
         Raises:
-            OSError: the files are still there; the segment is unknown all the same.
+            OSError: files are still there, of this segment or of one before; it is unknown all the same. No segment is
+                made on this drive until they are gone.
         """
         found = self._lookup(Extent(drive, segment, 0))
         if found is None:
@@ -244,7 +248,8 @@ class SegmentStore:
                 fd = self._take_fd(found)
             self._descriptors.close(fd)
             found.close_journal()
-            discard_segment(found.drive.directory, segment)
+            self._left.add(found)
+            self._clear_away(drive)
 
     def seal(self, drive: int, segment: int) -> None:
         """End a segment early: records that are free or being written never will be. Unknown ones are a no-op.
@@ -379,6 +384,22 @@ class SegmentStore:
         header = fmt.Header(self._store_id, self._rank, extent.segment, group, record_bytes, records_max)
         self._segments[extent[:2]] = Segment(extent.drive, drive, header)
         self._next_segment_id = max(self._next_segment_id, extent.segment + 1)
+
+    def _clear_away(self, drive: int) -> None:
+        """Unlink the files of what was retired on a drive.
+
+        Raises:
+            OSError: some are still there.
+        """
+        problem: OSError | None = None
+        for segment in [segment for segment in tuple(self._left) if segment.place[0] == drive]:
+            try:
+                discard_segment(segment.drive.directory, segment.header.segment)
+                self._left.discard(segment)
+            except OSError as error:
+                problem = error
+        if problem is not None:
+            raise problem
 
     def _entry_to_commit(self, segment: Segment, extent: Extent, key: bytes, parent: bytes, checksum: int) -> fmt.Entry:
         with self._lock:

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,32 @@ def test_b39_files_that_go_while_they_are_retired(make_rig: MakeRig) -> None:
             path.unlink()
     assert "internal_errors" not in node.counts
     node.now += PAUSE_S
+    assert node.load(node.store(8)) == 8
+
+
+def test_b39_files_that_cannot_be_removed_for_a_while_never_add_up(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where rights of the directory changed, and are given back: the cap holds all the time."""
+    node = Node(make_rig, segments_max=4, segment_records=8)
+    unlink, most = os.unlink, 0
+
+    def refuse(path: str, **how: Any) -> None:
+        if str(path).endswith(".data"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        unlink(path, **how)
+
+    for turn in range(30):
+        with monkeypatch.context() as patch:
+            if 8 <= turn < 20:
+                patch.setattr(os, "unlink", refuse)
+            node.store(8)
+        node.now += 4 * PAUSE_S
+        most = max(most, len(list(node.directory.glob("r0/seg-*.data"))))
+    assert most == 4
+    assert node.counts["drive_errors:0"] > 0
+    assert node.load(node.store(8)) == 8
+    forget_dram(node)
     assert node.load(node.store(8)) == 8
 
 

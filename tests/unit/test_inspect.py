@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,7 +213,38 @@ def test_a_namespace_without_engines_can_be_dropped(capsys: pytest.CaptureFixtur
     assert not empty.exists()
 
 
+def test_what_was_to_be_dropped_and_cannot_even_be_read_is_named(
+    capsys: pytest.CaptureFixture[str], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def view(path: str, name: str, reads_known: bool) -> survey.NamespaceView:
+        if name == OTHER:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+        return survey.view_namespace(path, name, reads_known)
+
+    monkeypatch.setattr(inspecting, "view_namespace", view)
+    status, report = inspect(capsys, root, "--drop", OTHER)
+    assert (status, report["dropped"]) == (1, [])
+    assert [row["name"] for row in report["not_dropped"]] == [OTHER]
+    assert (root / "saria" / OTHER).exists()
+
+
+def test_a_path_of_any_bytes_is_shown(root: Path) -> None:
+    odd = root.parent / os.fsdecode(b"odd\xff\x1b[31m")
+    root.rename(odd)
+    command = [sys.executable, "-m", "saria_vllm.cli", "inspect", str(odd)]
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict", "PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    assert "odd\\udcff\\x1b[31m: 2 namespace(s)" in shown
+
+
 # Others' directories.
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_what_is_no_json_is_not_shown_as_json(capsys: pytest.CaptureFixture[str], root: Path, number: str) -> None:
+    (root / "saria" / OTHER / "namespace.json").write_text(f'{{"format": 99, "x": {number}}}')
+    _, report = inspect(capsys, root)
+    assert {view["name"]: view["parts"] for view in report["namespaces"]} == {NAME: PARTS, OTHER: None}
 
 
 def test_other_versions_and_damage_are_shown_and_not_looked_into(
