@@ -155,10 +155,11 @@ class Sharing:
 
     def take_news(self) -> None:
         """Index what others sealed."""
-        if self._tiers is None:
+        news = self._news
+        if self._tiers is None or news is None:
             return
-        news, self._news = self._news, None
-        if news is not None and self._directory.generation == self._generation:
+        self._news = None  # The thread writes only where there is none: what it finds meanwhile is not lost.
+        if self._directory.generation == self._generation:
             self._tiers.adopt_others(news.found, news.gone)
 
     def close(self) -> bool:

@@ -16,6 +16,7 @@ import pytest
 from content import Content
 from harness import Engine, prompt, write_model
 from saria_connector import opening
+from saria_connector.sharing import _News
 from saria_vllm.policy.endurance import DAY_S
 from saria_vllm.storage import reclaim
 from saria_vllm.storage.namespace import store_id
@@ -129,6 +130,36 @@ def test_an_idle_engine_finds_what_others_sealed_with_its_first_request(together
     ours.serve("first for long", prompt(100))
     assert ours.offered("first for long") == [96]
     assert ours.counted("shared_hits") == 6
+
+
+def test_news_that_come_just_when_there_were_none_are_not_lost(together: Make) -> None:
+    """The thread looks only once at a segment."""
+    ours, theirs = together(), together()
+    seal(theirs, keys_of(theirs))
+    sharing = ours.side.ssd.sharing
+    assert sharing is not None
+    late: list[bool] = []
+
+    class Racing(type(sharing)):  # type: ignore[misc]
+        @property
+        def _news(self) -> Any:
+            """None, while the thread stores what it found."""
+            news = self.__dict__.get("stored")
+            if not late:
+                late.append(True)
+                self.__dict__["stored"] = _News(self._others.look()[0], [])
+            return news
+
+        @_news.setter
+        def _news(self, news: Any) -> None:
+            self.__dict__["stored"] = news
+
+    sharing.__class__ = Racing
+    sharing.take_news()
+    assert ours.counted("shared_chunks") == 0
+    sharing.take_news()
+    ours.serve("step", prompt(20, seed=71))
+    assert ours.counted("shared_chunks") == 6
 
 
 def test_steps_that_are_slow_do_not_slow_down_what_is_found(
