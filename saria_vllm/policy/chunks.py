@@ -21,6 +21,8 @@ from saria_vllm.policy.recency import Recency
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.types import Extent, FoundChunks, Ints
 
+EPOCH_MAX = 2**31 - 2
+
 
 class Chunks:
     """See the module's text."""
@@ -37,17 +39,31 @@ class Chunks:
 
     def touch(self, group: int, rows: Rows, depths: Column, now: float) -> None:
         """Rows of one prefix, parents first, become the most recent."""
+        self._keep_epochs_small()
         index = self.index
         self._epoch += 1
         index.put_order(rows, self._epoch, depths)
         index.touched[rows] = now
         self.recency[group].begin(self._epoch, rows[index.dram[rows] != NONE][::-1])
 
+    def _keep_epochs_small(self) -> None:
+        """Columns hold 31 bits, some months of touches of a busy engine: then the epochs in use are told from 1."""
+        if self._epoch < EPOCH_MAX:
+            return
+        for recency in self.recency:
+            recency.compact()
+        epochs = np.union1d(self.index.epoch, [0])
+        self.index.epoch[:] = epochs.searchsorted(self.index.epoch)
+        for recency in self.recency:
+            recency.renumber(epochs)
+        self._epoch = len(epochs)
+
     def fill(self, group: int, prefix: Prefix, positions: Column, slots: Ints, now: float) -> Rows:
         """Chunks that no tier holds are being stored in these slots. Returns their rows.
 
         They are as recent as the chunk before them, and older where that is of the same moment.
         """
+        self._keep_epochs_small()
         index, keys = self.index, prefix.keys
         start, end = max(0, int(positions[0]) - 1), int(positions[-1]) + 1
         span = index.locate(prefix, start, end)[group]

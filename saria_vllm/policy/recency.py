@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from saria_vllm.policy.index import NO_ROWS, NONE, ChunkIndex, Rows
+from saria_vllm.policy.index import NO_ROWS, NONE, ChunkIndex, Column, Rows
 
 _SLICE = 1024
 """Rows looked at in one go."""
@@ -53,7 +53,7 @@ class Recency:
     def _entered(self, entries: int) -> None:
         self._entries += entries
         if self._entries > self._entries_max:
-            self._compact()
+            self.compact()
 
     def _sorted(self, rows: Rows) -> Rows:
         depths = self._index.depth[rows]
@@ -102,7 +102,7 @@ class Recency:
             del self._epochs[epoch]
         return np.concatenate(chosen).astype(np.intp) if chosen else NO_ROWS
 
-    def _compact(self) -> None:
+    def compact(self) -> None:
         """Drop entries that no longer hold: there are never many more of them than of those that do."""
         held = {}
         for epoch, arrays in self._epochs.items():
@@ -113,13 +113,18 @@ class Recency:
         self._entries = sum(len(arrays[0]) for arrays in held.values())
         self._entries_max = 2 * self._entries + (1 << 16)
 
+    def renumber(self, epochs: Column) -> None:
+        """Call each epoch by its position in these. Only those that hold are left, after `compact`."""
+        numbers = epochs.searchsorted(list(self._epochs)).tolist()
+        self._epochs = dict(zip(numbers, self._epochs.values(), strict=True))
+
     def clear(self) -> None:
         self._epochs.clear()
         self._entries = 0
 
     def order(self) -> list[int]:
         """All rows in order, the oldest first; for tests."""
-        self._compact()
+        self.compact()
         rows = [row for arrays in self._epochs.values() for row in arrays[0].tolist()]
         assert len(rows) == len(set(rows))
         return rows

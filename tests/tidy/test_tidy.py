@@ -49,7 +49,8 @@ def python_files(*folders):
 def text_files():
     kept = {".py", ".pyi", ".cpp", ".h", ".md", ".sh", ".toml", ".txt", ".json", ".svg", ""}
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in kept]
-    files += [path for path in ROOT.iterdir() if path.suffix in kept and path.name not in ("LICENSE", ".git", ".coverage")]
+    made = "LICENSE", ".git", ".coverage"
+    files += [path for path in ROOT.iterdir() if path.suffix in kept and path.name not in made]
     return sorted(path for path in files if path.is_file() and not CACHES & set(path.parts))
 
 
