@@ -13,6 +13,7 @@ LIBRARY = ROOT / "saria_vllm"
 CONNECTOR = ROOT / "connector" / "saria_connector"
 FOLDERS = ("saria_vllm", "connector", "tests", "e2e", "scripts", "csrc", "docs", ".ci")
 CACHES = {"__pycache__", ".ruff_cache", ".mypy_cache", ".pytest_cache"}
+NOT_OURS = {"LICENSE", ".git", ".coverage"}
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 80
 STANDARD = sys.stdlib_module_names
@@ -49,8 +50,7 @@ def python_files(*folders):
 def text_files():
     kept = {".py", ".pyi", ".cpp", ".h", ".md", ".sh", ".toml", ".txt", ".json", ".svg", ""}
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in kept]
-    made = "LICENSE", ".git", ".coverage"
-    files += [path for path in ROOT.iterdir() if path.suffix in kept and path.name not in made]
+    files += [path for path in ROOT.iterdir() if path.suffix in kept and path.name not in NOT_OURS]
     return sorted(path for path in files if path.is_file() and not CACHES & set(path.parts))
 
 
