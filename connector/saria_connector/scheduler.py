@@ -129,7 +129,8 @@ class SchedulerSide:
         """HBM blocks by the store job that still reads them."""
         self._held_blocks = 0
         self._quiet_tokens = 0
-        """As many tokens must each request that was in the last step get until one of them is to be looked at."""
+        self._looked_at: dict[str, int] = {}
+        """The requests that were looked at last; while none of them has got `_quiet_tokens` more, none needs it."""
         self._block_pool: Any = None
         self._off = self._said_wrong_hints = False
         self.ssd = SsdOpening(config, sizing, self.tiers, clock)
@@ -262,19 +263,18 @@ class SchedulerSide:
     def _plan_stores(self, scheduler_output: Any) -> None:
         """Look at requests whose next chunk may be complete, and at none in a step that can complete no chunk."""
         scheduled = scheduler_output.num_scheduled_tokens
+        if self._quiet_tokens <= 0 or not scheduled.keys() <= self._looked_at.keys():
+            self._quiet_tokens, self._looked_at = sys.maxsize, scheduled
+            for state in map(self._requests.get, scheduled):
+                if state is None:
+                    continue
+                if state.request.num_computed_tokens >= state.due_tokens:
+                    self._look(state, scheduler_output.kv_connector_block_state)
+                left = state.due_tokens - state.request.num_computed_tokens
+                if left < self._quiet_tokens:
+                    self._quiet_tokens = left
         decoding = scheduler_output.total_num_scheduled_tokens == len(scheduled)
         self._quiet_tokens -= 1 if decoding else max(scheduled.values(), default=0)
-        if self._quiet_tokens > 0:
-            return
-        self._quiet_tokens = sys.maxsize
-        for state in map(self._requests.get, scheduled):
-            if state is None:
-                continue
-            if state.request.num_computed_tokens >= state.due_tokens:
-                self._look(state, scheduler_output.kv_connector_block_state)
-            left = state.due_tokens - state.request.num_computed_tokens
-            if left < self._quiet_tokens:
-                self._quiet_tokens = left
 
     def _look(self, state: RequestState, block_state: Any) -> None:
         """Store what a request has for it."""

@@ -204,10 +204,10 @@ class ChunkIndex:
         self.group[rows] = group
         some = len(reused)
         above = [self.key[row - 1] for row in reused] + [before][: count - some]
-        follows = [parent == key != b"" for parent, key in zip(parents, above, strict=False)]  # Rows may be free.
+        first = [parent == key != b"" for parent, key in zip(parents, above, strict=False)]  # Rows may be free.
         # A new one's parent is one of these very objects, if any: looking into both would wait for a million's memory.
-        more = map(operator.is_, itertools.islice(parents, len(follows), None), fresh)
-        follows = np.fromiter(itertools.chain(follows, more), np.bool_, count)
+        more = map(operator.is_, itertools.islice(parents, len(first), None), fresh)
+        follows = np.fromiter(itertools.chain(first, more), np.bool_, count)
         self.chained[rows] = follows & (rows > 0) & (self.group[rows - 1] == group)
         return rows
 
