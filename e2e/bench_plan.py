@@ -175,7 +175,7 @@ def steps(rounds: int) -> None:
             requests_max=REQUESTS, batched_tokens=8192,
         )  # fmt: skip
         for number in range(REQUESTS):
-            engine.add(f"r{number}", [3 + (number * 31 + place) % 500 for place in range(300)], 10_000)
+            engine.add(f"r{number}", [3 + (number * 31 + place) % 500 for place in range(300 + 4 * number)], 10_000)
         engine.steps_of(10)
         for name in SCHEDULER:
             setattr(engine.saria, name, timed(getattr(engine.saria, name)))

@@ -128,6 +128,9 @@ class SchedulerSide:
         self._held: dict[int, Held] = {}
         """HBM blocks by the store job that still reads them."""
         self._held_blocks = 0
+        self._quiet_tokens = 0
+        self._looked_at: dict[str, int] = {}
+        """The requests that were looked at last; while none of them has got `_quiet_tokens` more, none needs it."""
         self._block_pool: Any = None
         self._off = self._said_wrong_hints = False
         self.ssd = SsdOpening(config, sizing, self.tiers, clock)
@@ -221,6 +224,7 @@ class SchedulerSide:
         """vLLM allocated blocks for a hit that was offered; with `external` 0 there is nothing to load."""
         state = self._state(request)
         state.scheduled, state.retried, state.wait_until, state.due_tokens = False, False, 0.0, 0
+        self._quiet_tokens = 0
         if not state.arrived:
             state.arrived = True
             self.tiers.arrived(self._prefix(state), state.hit_end, self._clock(), state.hints)
@@ -257,21 +261,35 @@ class SchedulerSide:
     # Stores.
 
     def _plan_stores(self, scheduler_output: Any) -> None:
-        block_state = scheduler_output.kv_connector_block_state
-        for state in map(self._requests.get, scheduler_output.num_scheduled_tokens):
-            if state is None or state.request.num_computed_tokens < state.due_tokens:
-                continue
-            if not state.scheduled:
-                # In its first step a hit in HBM may be on blocks that another request of this step has yet to write.
-                state.scheduled = True
-                continue
-            state.due_tokens = sys.maxsize if state.no_store else (state.stored + 1) * self._chunk_tokens
-            confirmed = compat.confirmed_tokens(state.request)
-            if confirmed < state.due_tokens:
-                continue
-            tables = block_state.get_block_ids(state.request.request_id)
-            if tables is not None:
-                self._store(state, confirmed, tables)
+        """Look at requests whose next chunk may be complete, and at none in a step that can complete no chunk."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        if self._quiet_tokens <= 0 or not scheduled.keys() <= self._looked_at.keys():
+            self._quiet_tokens, self._looked_at = sys.maxsize, scheduled
+            for state in map(self._requests.get, scheduled):
+                if state is None:
+                    continue
+                if state.request.num_computed_tokens >= state.due_tokens:
+                    self._look(state, scheduler_output.kv_connector_block_state)
+                left = state.due_tokens - state.request.num_computed_tokens
+                if left < self._quiet_tokens:
+                    self._quiet_tokens = left
+        decoding = scheduler_output.total_num_scheduled_tokens == len(scheduled)
+        self._quiet_tokens -= 1 if decoding else max(scheduled.values(), default=0)
+
+    def _look(self, state: RequestState, block_state: Any) -> None:
+        """Store what a request has for it."""
+        if not state.scheduled:
+            # In its first step a hit in HBM may be on blocks that another request of this step has yet to write.
+            state.scheduled = True
+            return
+        if state.no_store:
+            state.due_tokens = sys.maxsize
+            return
+        confirmed = compat.confirmed_tokens(state.request)
+        tables = block_state.get_block_ids(state.request.request_id)
+        if tables is not None:
+            self._store(state, confirmed, tables)
+        state.due_tokens = (state.stored + 1) * self._chunk_tokens
 
     def _store(self, state: RequestState, confirmed: int, tables: Sequence[Sequence[int]]) -> None:
         """Store what is confirmed and not stored, as far as slots and the bound on held blocks allow."""

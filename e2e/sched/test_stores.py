@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from harness import Engine, prompt
+from saria_connector.compat import confirmed_tokens
 
 pytestmark = pytest.mark.vllm
 Make = Callable[..., Engine]
@@ -129,3 +132,43 @@ def test_requests_in_company_store_and_load_right(make: Make) -> None:
     engine.worker.end_all()
     engine.run()
     assert engine.begun("load")
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("batched_tokens", [12, 100])
+def test_a_chunk_is_stored_in_the_first_step_that_can(make: Make, drafts: int, batched_tokens: int) -> None:
+    """Though most steps look at no request: prefills in parts, decodes out of step, arrivals, preemptions, aborts,
+    requests that are left out of a step."""
+    engine = make(blocks=300, chunk_blocks=2, batched_tokens=batched_tokens, drafts=drafts, dram_capacity="256MiB")
+    engine.worker.right_drafts = [3, 1, 0, 2, 3, 3, 0] * 300
+    side, plan, allocate = engine.side, engine.side._plan_stores, engine.side.allocated
+    looked, late, begun = list[bool](), list[Any](), set[str]()
+
+    def plan_stores(output: Any) -> None:
+        scheduled = dict(output.num_scheduled_tokens)
+        if engine.steps % 5 == 0 and len(scheduled) > 1:
+            del scheduled[next(iter(scheduled))]
+        seen = [side._requests[name] for name in scheduled if name in begun]
+        begun.update(scheduled)
+        total, tables = sum(scheduled.values()), output.kv_connector_block_state
+        plan(SimpleNamespace(
+            num_scheduled_tokens=scheduled, total_num_scheduled_tokens=total, kv_connector_block_state=tables
+        ))  # fmt: skip
+        late.extend(state for state in seen if state.stored < confirmed_tokens(state.request) // engine.chunk_tokens)
+        looked.append(side._quiet_tokens <= 0)
+
+    def allocated(request: Any, blocks: Any, external: int) -> bool:
+        begun.discard(request.request_id)
+        return allocate(request, blocks, external)
+
+    side._plan_stores, side.allocated = plan_stores, allocated  # type: ignore[method-assign]
+    for number in range(40):
+        engine.add(f"{number}", prompt(20 + 37 * number % 90, seed=number), 20 + 17 * number % 70)
+        engine.steps_of(1 + number % 9)
+        if number % 3 == 2:
+            engine.preempt_all()
+        if number % 13 == 12:
+            engine.abort(f"{number - 1}")
+    engine.run()
+    assert not late
+    assert len(engine.finished) > 30 and any(looked) and not all(looked)

@@ -224,9 +224,12 @@ class Chunks:
             if others:  # A second chance is behind what it stands in for, which goes first.
                 known = (index.ssd[rows] == VALID) & (index.extent[rows, 0] >= self.extents.drives)
                 wanted |= known & (here.extents[:, 1] > index.extent[rows, 1])
-            rows, extents = rows[wanted], here.extents[wanted]
+            extents = here.extents
+            if not wanted.all():
+                rows, extents = rows[wanted], extents[wanted]
             fits = self.extents.of_others(extents) if others else self.extents.adopt(extents, group, rows)
-            rows, extents = rows[fits], extents[fits]
+            if not fits.all():
+                rows, extents = rows[fits], extents[fits]
             taken += int(np.count_nonzero(index.ssd[rows] == NONE))
             index.ssd[rows] = VALID
             index.extent[rows] = extents

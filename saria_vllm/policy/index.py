@@ -202,10 +202,12 @@ class ChunkIndex:
         assert len(known) == known_before + count, "a chunk was known already"
         rows: Rows = np.concatenate((np.array(reused, np.intp), np.arange(size, end)))
         self.group[rows] = group
-        above = itertools.chain([self.key[row - 1] for row in reused], (before,), fresh)
-        follows = np.fromiter(map(operator.eq, parents, above), np.bool_, count)
-        some = len(reused)  # Rows before these may be free; no key is empty.
-        follows[:some] &= np.fromiter(map(bool, parents[:some]), np.bool_)
+        some = len(reused)
+        above = [self.key[row - 1] for row in reused] + [before][: count - some]
+        first = [parent == key != b"" for parent, key in zip(parents, above, strict=False)]  # Rows may be free.
+        # A new one's parent is one of these very objects, if any: looking into both would wait for a million's memory.
+        more = map(operator.is_, itertools.islice(parents, len(first), None), fresh)
+        follows = np.fromiter(itertools.chain(first, more), np.bool_, count)
         self.chained[rows] = follows & (rows > 0) & (self.group[rows - 1] == group)
         return rows
 
