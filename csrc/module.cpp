@@ -98,9 +98,9 @@ uint64_t scatter_verify(const PageMap &map, uint64_t src, uint64_t nbytes, uint6
 }
 
 struct PyUring {
-    explicit PyUring(unsigned depth) {
+    PyUring(unsigned depth, bool polled) {
         if (depth == 0 || depth > kDepthMax) throw std::invalid_argument("depth must be in 1..4096");
-        if (int error = ring.open(depth)) raise_errno(error);
+        if (int error = ring.open(depth, polled)) raise_errno(error);
     }
 
     ~PyUring() { close(); }
@@ -113,6 +113,16 @@ struct PyUring {
             error = ring.register_memory(addr, nbytes);
         }
         if (error) raise_errno(error);
+    }
+
+    void register_files(unsigned count) {
+        if (!ring.is_open()) raise_errno(EBADF);
+        if (int error = ring.register_files(count)) raise_errno(error);
+    }
+
+    void forget_file(int fd) {
+        NoGil nogil;
+        ring.forget_file(fd);
     }
 
     void submit(int op, int fd, uint64_t addr, uint64_t nbytes, uint64_t offset, uint64_t tag) {
@@ -170,8 +180,10 @@ NB_MODULE(_native, m) {
              nb::arg("blocks"));
 
     nb::class_<PyUring>(m, "Uring")
-        .def(nb::init<unsigned>(), nb::arg("depth"))
+        .def(nb::init<unsigned, bool>(), nb::arg("depth"), nb::arg("polled"))
         .def("register_memory", &PyUring::register_memory, nb::arg("addr"), nb::arg("nbytes"))
+        .def("register_files", &PyUring::register_files, nb::arg("count"))
+        .def("forget_file", &PyUring::forget_file, nb::arg("fd"))
         .def("submit", &PyUring::submit, nb::arg("op"), nb::arg("fd"), nb::arg("addr"), nb::arg("nbytes"),
              nb::arg("offset"), nb::arg("tag"))
         .def("reap", &PyUring::reap, nb::arg("timeout_s"))

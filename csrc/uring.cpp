@@ -43,6 +43,10 @@ struct Cqe {
     int32_t res;
     uint32_t flags;
 };
+struct FilesUpdate {
+    uint32_t offset, resv;
+    uint64_t fds;
+};
 struct Timespec {
     int64_t sec, nsec;
 };
@@ -58,9 +62,11 @@ namespace {
 constexpr long kSetup = 425, kEnter = 426, kRegister = 427;  // the same on x86 and on what Linux got after 2019
 constexpr uint8_t kOpcode[] = {22, 23};                      // IORING_OP_READ, IORING_OP_WRITE: Linux 5.6
 constexpr uint8_t kPinnedOpcode[] = {4, 5};                  // IORING_OP_READ_FIXED, IORING_OP_WRITE_FIXED
-constexpr unsigned kRegisterBuffers = 0;
-constexpr uint32_t kFeatSingleMmap = 1u << 0, kFeatExtArg = 1u << 8;
-constexpr unsigned kEnterGetevents = 1u << 0, kEnterExtArg = 1u << 3;
+constexpr unsigned kRegisterBuffers = 0, kRegisterFiles = 2, kUnregisterFiles = 3, kRegisterFilesUpdate = 6;
+constexpr uint8_t kFixedFile = 1u << 0;
+constexpr uint32_t kSetupSqpoll = 1u << 1, kSqNeedWakeup = 1u << 0, kSqIdleMs = 50;
+constexpr uint32_t kFeatSingleMmap = 1u << 0, kFeatSqpollAnyFile = 1u << 7, kFeatExtArg = 1u << 8;
+constexpr unsigned kEnterGetevents = 1u << 0, kEnterSqWakeup = 1u << 1, kEnterExtArg = 1u << 3;
 constexpr uint64_t kOffSqRing = 0, kOffCqRing = 0x8000000, kOffSqes = 0x10000000;
 constexpr uint64_t kTransferBytesMax = 1u << 30;  // the kernel cuts at 2 GiB - 4 KiB, which O_DIRECT may dislike
 
@@ -80,12 +86,18 @@ void *map(int fd, size_t nbytes, uint64_t offset) {
 
 }  // namespace
 
-int Uring::open(unsigned depth) {
+int Uring::open(unsigned depth, bool polled) {
     Params params{};
+    if (polled) {
+        params.flags = kSetupSqpoll;
+        params.sq_thread_idle = kSqIdleMs;
+    }
     fd_ = static_cast<int>(syscall(kSetup, depth, &params));
     if (fd_ < 0) return errno;
     timed_enter_ = params.features & kFeatExtArg;
-    if (int error = map_rings(params)) {
+    polled_ = polled;
+    int error = polled && !(params.features & kFeatSqpollAnyFile) ? EOPNOTSUPP : map_rings(params);  // Linux < 5.11
+    if (error) {
         release();
         return error;
     }
@@ -105,6 +117,7 @@ int Uring::map_rings(const Params &params) {
     if (!(sqes_ = static_cast<Sqe *>(map(fd_, sqes_bytes_, kOffSqes)))) return errno;
     void *cq = single ? rings_[0] : rings_[1];
     sq_tail_ = at<uint32_t>(rings_[0], params.sq_off.tail);
+    sq_flags_ = at<uint32_t>(rings_[0], params.sq_off.flags);
     sq_array_ = at<uint32_t>(rings_[0], params.sq_off.array);
     sq_mask_ = *at<uint32_t>(rings_[0], params.sq_off.ring_mask);
     cq_head_ = at<uint32_t>(cq, params.cq_off.head);
@@ -123,10 +136,43 @@ int Uring::register_memory(uint64_t addr, uint64_t nbytes) {
     return 0;
 }
 
+int Uring::register_files(unsigned count) {
+    std::vector<int> none(count, -1);
+    if (syscall(kRegister, fd_, kRegisterFiles, none.data(), count) < 0) return errno;
+    std::lock_guard<std::mutex> lock(files_mutex_);
+    for (int slot = static_cast<int>(count) - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+    return 0;
+}
+
+void Uring::forget_file(int fd) {
+    std::lock_guard<std::mutex> lock(files_mutex_);
+    auto found = slots_.find(fd);
+    if (found == slots_.end()) return;
+    // A slot that cannot be emptied is not used again.
+    if (update_file(static_cast<unsigned>(found->second), -1)) free_slots_.push_back(found->second);
+    slots_.erase(found);
+}
+
+// The slot of a file, which is given one where there are any; -1 for none.
+int Uring::slot_of(int fd) {
+    std::lock_guard<std::mutex> lock(files_mutex_);
+    auto found = slots_.find(fd);
+    if (found != slots_.end()) return found->second;
+    if (free_slots_.empty() || !update_file(static_cast<unsigned>(free_slots_.back()), fd)) return -1;
+    int slot = slots_[fd] = free_slots_.back();
+    free_slots_.pop_back();
+    return slot;
+}
+
+bool Uring::update_file(unsigned slot, int fd) {
+    FilesUpdate update{slot, 0, reinterpret_cast<uint64_t>(&fd)};
+    return syscall(kRegister, fd_, kRegisterFilesUpdate, &update, 1) == 1;
+}
+
 int Uring::submit(Op op, int fd, uint64_t addr, uint64_t nbytes, uint64_t offset, uint64_t tag) {
     uint32_t index = free_.back();
     free_.pop_back();
-    requests_[index] = {op, fd, addr, nbytes, offset, tag, 0};
+    requests_[index] = {op, fd, slot_of(fd), addr, nbytes, offset, tag, 0};
     push(index);
     int error = enter(0, 0);
     return error == EAGAIN || error == EBUSY || error == EINTR ? 0 : error;  // reap submits it again
@@ -140,7 +186,8 @@ void Uring::push(uint32_t index) {
     bool pinned = request.addr >= pinned_ && request.nbytes <= pinned_bytes_ &&
                   request.addr - pinned_ <= pinned_bytes_ - request.nbytes;
     sqe.opcode = (pinned ? kPinnedOpcode : kOpcode)[request.op];
-    sqe.fd = request.fd;
+    sqe.fd = request.slot < 0 ? request.fd : request.slot;
+    sqe.flags = request.slot < 0 ? 0 : kFixedFile;
     sqe.addr = request.addr + request.done;
     sqe.off = request.offset + request.done;
     sqe.len = static_cast<uint32_t>(std::min(request.nbytes - request.done, kTransferBytesMax));
@@ -153,6 +200,13 @@ void Uring::push(uint32_t index) {
 // Submits what is queued and, when asked, waits for completions. Gives 0 (a timeout too) or an errno.
 int Uring::enter(unsigned min_complete, double timeout_s) {
     unsigned flags = kEnterGetevents;
+    if (polled_) {
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);  // What was queued must be seen before the kernel's thread sleeps.
+        bool asleep = __atomic_load_n(sq_flags_, __ATOMIC_RELAXED) & kSqNeedWakeup;
+        if (!asleep) unsubmitted_ = 0;
+        if (!asleep && min_complete == 0) return 0;
+        if (asleep) flags |= kEnterSqWakeup;
+    }
     Timespec ts{};
     GeteventsArg arg{};
     bool timed = min_complete > 0 && timed_enter_;
@@ -230,12 +284,17 @@ void Uring::release() {
     for (int i : {0, 1})
         if (rings_[i]) munmap(rings_[i], rings_bytes_[i]);
     if (sqes_) munmap(sqes_, sqes_bytes_);
-    if (fd_ >= 0) ::close(fd_);
     rings_[0] = rings_[1] = nullptr;
     sqes_ = nullptr;
-    fd_ = -1;
     requests_.clear();
     free_.clear();
+    std::lock_guard<std::mutex> lock(files_mutex_);
+    // The ring itself is given back later, by a thread of the kernel: files must not stay open until then.
+    if (fd_ >= 0 && slots_.size() + free_slots_.size() > 0) syscall(kRegister, fd_, kUnregisterFiles, nullptr, 0);
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = -1;
+    slots_.clear();
+    free_slots_.clear();
     unsubmitted_ = 0;
     pinned_ = pinned_bytes_ = 0;
 }

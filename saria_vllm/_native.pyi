@@ -53,11 +53,14 @@ class Uring:
 
     Short transfers are continued inside; a read that meets the end of the file ends with the bytes so far.
 
+    Args:
+        polled: a thread of the kernel takes what is submitted (SQPOLL).
+
     Raises:
-        OSError: the kernel or a seccomp filter does not allow io_uring.
+        OSError: the kernel or a seccomp filter does not allow io_uring; EOPNOTSUPP where `polled` needs Linux 5.11.
     """
 
-    def __init__(self, depth: int) -> None: ...
+    def __init__(self, depth: int, polled: bool) -> None: ...
     @property
     def in_flight(self) -> int:
         """Transfers submitted and not yet returned by `reap`."""
@@ -67,6 +70,14 @@ class Uring:
         Raises:
             OSError: the limit of locked memory, a second call, or the ring is closed.
         """
+    def register_files(self, count: int) -> None:
+        """Keep the files of transfers open in the kernel from now on, `count` at most, so that transfers cost less.
+
+        Raises:
+            OSError: the limit of open files, a second call, or the ring is closed.
+        """
+    def forget_file(self, fd: int) -> None:
+        """Let go of a descriptor that no transfer uses, before it is closed. For any thread, also after `close`."""
     def submit(self, op: int, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """Start a read (`op` 0) or write (1) of `nbytes` between `addr` and `offset` of `fd`.
 

@@ -90,7 +90,7 @@ def _of_machine(machine: Machine, config: SariaConfig | None, pids: list[int]) -
     dram = config.dram_capacity if config else None
     yield from _run(
         {
-            "io_uring": lambda: checks.io_uring(machine, _open_ring, engine == "io_uring"),
+            "io_uring": lambda: checks.io_uring(machine, _open_ring, engine.startswith("io_uring")),
             "memlock": checks.memlock,
             "shared memory": lambda: checks.shared_memory(machine, dram),
             "hugepages": lambda: checks.hugepages(machine),

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from saria_vllm._native import Uring
 from saria_vllm.engine.ssd_engine import check_transfer
 
 _READ, _WRITE = 0, 1
 
+FILES_MAX = 512
+"""Files that a ring keeps open for itself; transfers through others work as well."""
+
 
 class UringEngine:
     """An `SsdEngine` over raw io_uring system calls.
 
+    Args:
+        polled: a thread of the kernel takes what is submitted, without a system call while it is busy (SQPOLL).
+
     Raises:
-        OSError: the kernel or a seccomp filter does not allow io_uring.
+        OSError: the kernel or a seccomp filter does not allow io_uring; EOPNOTSUPP where `polled` needs Linux 5.11.
     """
 
-    name = "io_uring"
-
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, polled: bool = False) -> None:
+        self.name = "io_uring_sqpoll" if polled else "io_uring"
         self.depth = depth
-        self._ring = Uring(depth)
+        self._ring = Uring(depth, polled)
 
     @property
     def in_flight(self) -> int:
@@ -33,6 +40,14 @@ class UringEngine:
         except OSError:
             return False
         return True
+
+    def register_files(self) -> Callable[[int], None] | None:
+        """See `SsdEngine`. None where RLIMIT_NOFILE is below `FILES_MAX`."""
+        try:
+            self._ring.register_files(FILES_MAX)
+        except OSError:
+            return None
+        return self._ring.forget_file
 
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """See `SsdEngine`."""

@@ -53,6 +53,9 @@ class PolledEngine(Generic[F]):
         """Transfers submitted and not yet returned by `reap`."""
         return len(self._flights)
 
+    def register_files(self) -> None:
+        """See `SsdEngine`. The library registers files as it needs."""
+
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """See `SsdEngine`."""
         self._submit(Transfer(False, fd, addr, nbytes, offset, tag))

@@ -49,6 +49,9 @@ class PosixEngine:
         """See `SsdEngine`."""
         return False
 
+    def register_files(self) -> None:
+        """See `SsdEngine`."""
+
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         """See `SsdEngine`."""
         self._submit(Transfer(False, fd, addr, nbytes, offset, tag))

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Protocol
 
 from saria_vllm.config import SsdEngineName
@@ -34,6 +35,12 @@ class SsdEngine(Protocol):
         """Ask once, before the first transfer, that transfers within this memory cost less; it must stay until `close`.
         `device` is the number of the GPU whose memory it is, -1 for the host's. Where this is False, all transfers with
         memory of the host work as well; of a GPU's memory they do not.
+        """
+
+    def register_files(self) -> Callable[[int], None] | None:
+        """Ask once, before the first transfer, that transfers through files that stay open cost less. Where that is
+        granted, the function that comes back must be called with each descriptor before it is closed, when nothing is
+        in flight with it, by any thread, also after `close`: or its number stands for the closed file.
         """
 
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
@@ -65,7 +72,7 @@ def open_engine(name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
     posix, and never nixl or kvikio.
 
     Raises:
-        ConfigError: io_uring, nixl or kvikio was asked for by name and does not work here.
+        ConfigError: io_uring, io_uring_sqpoll, nixl or kvikio was asked for by name and does not work here.
     """
     from saria_vllm.engine.io_uring import UringEngine
     from saria_vllm.engine.posix import PosixEngine
@@ -83,16 +90,16 @@ def open_engine(name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
         kvikio = KvikioEngine(depth)
         return kvikio, f"ssd engine kvikio: configured ({kvikio.mode})"
     try:
-        engine = UringEngine(depth)
+        engine = UringEngine(depth, polled=name == "io_uring_sqpoll")
     except OSError as error:
         reason = f"io_uring is not available: {_describe(error)}"
     else:
         reason = _probe(engine)
         if not reason:
-            return engine, f"ssd engine io_uring: {'configured' if name == 'io_uring' else 'its probe read worked'}"
+            return engine, f"ssd engine {engine.name}: {'its probe read worked' if name == 'auto' else 'configured'}"
         engine.close()
-    if name == "io_uring":
-        raise ConfigError(f'ssd_engine: "io_uring": {reason}; accepted here: "auto", "posix"')
+    if name != "auto":
+        raise ConfigError(f'ssd_engine: "{name}": {reason}; accepted here: "auto", "posix"')
     return PosixEngine(depth), f"ssd engine posix: {reason}"
 
 

@@ -74,6 +74,8 @@ class SsdThread:
         self._store, self._engine, self._pool, self._maps, self._shapes = store, engine, pool, maps, shapes
         self._ends, self._cpus = ends, cpus
         self._staging = Staging(engine, max(shape.record_bytes for shape in shapes.values()))
+        if (forget := engine.register_files()) is not None:
+            store.before_close(forget)
         self._buffers = list(range(engine.depth))
         self._in_flight: dict[int, _InFlight] = {}
         self._next_tag = 0

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import threading
+from collections.abc import Callable
 
 from saria_vllm.errors import NO_ROOM, StorageError
 from saria_vllm.storage.directories import open_regular
@@ -109,6 +110,11 @@ class Descriptors:
         self._lock = threading.Lock()
         self._uses: dict[int, int] = {}
         self._unwanted: set[int] = set()
+        self._watchers: list[Callable[[int], None]] = []
+
+    def before_close(self, tell: Callable[[int], None]) -> None:
+        """Have each descriptor told before it is closed, by the thread that does."""
+        self._watchers.append(tell)
 
     @property
     def in_use(self) -> int:
@@ -130,7 +136,7 @@ class Descriptors:
             unwanted = fd in self._unwanted
             self._unwanted.discard(fd)
         if unwanted:
-            os.close(fd)
+            self._close(fd)
 
     def close(self, fd: int) -> None:
         """Close a file now, or with its last release; nobody begins to use it any more. -1 is a no-op."""
@@ -139,7 +145,7 @@ class Descriptors:
                 self._unwanted.add(fd)
                 return
         if fd >= 0:
-            os.close(fd)
+            self._close(fd)
 
     def close_all(self) -> None:
         """Close what is unwanted although somebody has not released it. Nothing may be moving any more."""
@@ -147,7 +153,12 @@ class Descriptors:
             unwanted, self._unwanted = self._unwanted, set()
             self._uses.clear()
         for fd in unwanted:
-            os.close(fd)
+            self._close(fd)
+
+    def _close(self, fd: int) -> None:
+        for tell in self._watchers:
+            tell(fd)
+        os.close(fd)
 
 
 def allocate(fd: int, size: int) -> None:

@@ -22,7 +22,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -192,6 +192,10 @@ class SegmentStore:
             fd = self._open_to_read(segment, extent)
         return fd, offset, segment.checksums[extent.record]
 
+    def before_close(self, tell: Callable[[int], None]) -> None:
+        """Have each descriptor of a target told before it is closed, by the thread that does."""
+        self._descriptors.before_close(tell)
+
     def release(self, fd: int) -> None:
         """The transfer through a target's descriptor has ended. Once for each `read_target` and `write_target` that
         returned; never while it may still move bytes."""
@@ -286,8 +290,7 @@ class SegmentStore:
         with self._lock:
             for segment in segments:
                 segment.state = FileState.ENDED
-                if segment.data_fd >= 0:
-                    os.close(segment.data_fd)
+                self._descriptors.close(segment.data_fd)
             self._segments.clear()
             self._read_fds.clear()
         self._descriptors.close_all()

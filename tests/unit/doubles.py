@@ -161,6 +161,9 @@ class FaultyEngine:
     def register_memory(self, addr: int, nbytes: int, device: int = -1) -> bool:
         return self.inner.register_memory(addr, nbytes, device)
 
+    def register_files(self) -> Callable[[int], None] | None:
+        return self.inner.register_files()
+
     def submit_read(self, fd: int, addr: int, nbytes: int, offset: int, tag: int) -> None:
         self._submit("read", fd, addr, nbytes, offset, tag)
 

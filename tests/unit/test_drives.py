@@ -173,7 +173,8 @@ def test_short_writes_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_file_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
-    descriptors = Descriptors()
+    descriptors, told = Descriptors(), list[tuple[int, bool]]()
+    descriptors.before_close(lambda fd: told.append((fd, is_open(fd))))
     fds = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in "abc"]
     for fd in (fds[0], fds[0], fds[1]):
         descriptors.use(fd)
@@ -188,6 +189,7 @@ def test_a_file_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
     descriptors.close_all()
     assert not is_open(fds[1])
     assert descriptors.in_use == 0
+    assert told == [(fds[2], True), (fds[0], True), (fds[1], True)]
 
 
 def is_open(fd: int) -> bool:

@@ -36,7 +36,11 @@ class Memory:
         self.address = addressof(c_char.from_buffer(self.bytes))
 
 
-@pytest.fixture(params=[UringEngine, PosixEngine, "nixl double", "nixl", "kvikio double"])
+def make_polled(depth: int) -> UringEngine:
+    return UringEngine(depth, polled=True)
+
+
+@pytest.fixture(params=[UringEngine, make_polled, PosixEngine, "nixl double", "nixl", "kvikio double"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SsdEngine]:
     kind = request.param
     if kind == "kvikio double":
@@ -151,6 +155,93 @@ def test_io_uring_registers_memory_here_and_works_where_it_may_not(
     assert finish(engine) == {1: KIB, 2: KIB}
     engine.close()
     assert not engine.register_memory(memory.address, 4096)
+    os.close(fd)
+
+
+def test_registered_files_change_no_byte(engine: SsdEngine, tmp_path: Path, memory: Memory) -> None:
+    """A descriptor that was forgotten and closed may be another file's number."""
+    forget = engine.register_files() or (lambda _fd: None)
+    numbers = set()
+    for number in range(20):
+        (tmp_path / f"{number}").write_bytes(b"%4d" % number * KIB)
+        fd = open_file(tmp_path / f"{number}", direct=False)
+        numbers.add(fd)
+        engine.submit_read(fd, memory.address, 4 * KIB, 0, tag=1)
+        assert finish(engine) == {1: 4 * KIB}
+        assert memory.bytes[: 4 * KIB] == b"%4d" % number * KIB
+        engine.submit_write(fd, memory.address + 2, 2 * KIB, KIB, tag=2)
+        engine.submit_read(fd, memory.address + 8 * KIB, KIB, 0, tag=3)
+        assert finish(engine) == {2: 2 * KIB, 3: KIB}
+        assert (tmp_path / f"{number}").read_bytes()[KIB : 3 * KIB] == memory.bytes[2 : 2 * KIB + 2]
+        forget(fd)
+        os.close(fd)
+    assert len(numbers) == 1
+    engine.submit_read(fd, memory.address, KIB, 0, tag=1)
+    assert finish(engine) == {1: -errno.EBADF}
+    engine.close()
+    forget(fd)
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_io_uring_keeps_files_until_it_is_to_forget_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: Memory, polled: bool
+) -> None:
+    """As many as it has room for: others work, too."""
+    monkeypatch.setattr(io_uring, "FILES_MAX", 2)
+    engine = UringEngine(DEPTH, polled)
+    forget = engine.register_files()
+    assert forget is not None and engine.register_files() is None  # Once.
+    fds = []
+    for number in range(4):
+        (tmp_path / f"{number}").write_bytes(b"%d" % number * KIB)
+        fds.append(open_file(tmp_path / f"{number}", direct=False))
+        engine.submit_read(fds[number], memory.address + number * KIB, KIB, 0, number)
+    assert finish(engine) == dict.fromkeys(range(4), KIB)
+    assert memory.bytes[: 4 * KIB] == b"".join(b"%d" % number * KIB for number in range(4))
+
+    def read_all() -> list[int]:
+        for number in range(4):
+            engine.submit_read(fds[number], memory.address, KIB, 0, number)
+        results = finish(engine)
+        return [results[number] for number in range(4)]
+
+    for fd in fds:
+        os.close(fd)
+    assert read_all() == [KIB, KIB, -errno.EBADF, -errno.EBADF]
+    threads = [threading.Thread(target=forget, args=(fd,)) for fd in fds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read_all() == [-errno.EBADF] * 4
+    engine.close()
+    assert engine.register_files() is None
+
+
+def test_io_uring_without_registered_files_where_few_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: Memory
+) -> None:
+    monkeypatch.setattr(io_uring, "FILES_MAX", 1 << 22)
+    engine = UringEngine(DEPTH)
+    assert engine.register_files() is None
+    (tmp_path / "file").write_bytes(b"x" * KIB)
+    fd = open_file(tmp_path / "file", direct=False)
+    engine.submit_read(fd, memory.address, KIB, 0, tag=1)
+    assert finish(engine) == {1: KIB}
+    engine.close()
+    os.close(fd)
+
+
+def test_a_polled_ring_wakes_its_thread(tmp_path: Path, memory: Memory) -> None:
+    """It sleeps after 50 ms without work."""
+    (tmp_path / "file").write_bytes(b"x" * KIB)
+    fd = open_file(tmp_path / "file", direct=False)
+    engine = make_polled(DEPTH)
+    for tag in range(20):
+        engine.submit_read(fd, memory.address, KIB, 0, tag)
+        assert finish(engine) == {tag: KIB}
+        time.sleep(0.02 * (tag % 6))
+    engine.close()
     os.close(fd)
 
 
@@ -341,7 +432,7 @@ def test_engines_leave_no_thread_and_no_descriptor(
         engine.submit_read(fd, memory.address, KIB, 0, tag=1)
         engine.close()
         os.close(fd)
-    names: tuple[SsdEngineName, ...] = ("auto", "posix", "io_uring", "nixl", "kvikio")
+    names: tuple[SsdEngineName, ...] = ("auto", "posix", "io_uring", "io_uring_sqpoll", "nixl", "kvikio")
     for name in names:
         open_engine(name, DEPTH)[0].close()
     assert count() == before
@@ -353,6 +444,7 @@ def test_open_engine_says_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None
     expected: dict[SsdEngineName, type] = {
         "posix": PosixEngine,
         "io_uring": UringEngine,
+        "io_uring_sqpoll": UringEngine,
         "auto": UringEngine,
         "nixl": NixlEngine,
         "kvikio": KvikioEngine,
@@ -366,7 +458,7 @@ def test_open_engine_says_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None
         engine.close()
 
 
-def forbidden(_depth: int) -> UringEngine:
+def forbidden(_depth: int, polled: bool) -> UringEngine:
     raise PermissionError(errno.EPERM, "no")
 
 
@@ -376,8 +468,10 @@ def test_without_io_uring_auto_falls_back_and_io_uring_is_an_error(monkeypatch: 
     assert isinstance(engine, PosixEngine)
     assert "EPERM" in why
     engine.close()
-    with pytest.raises(ConfigError, match=r"ssd_engine.*EPERM.*posix"):
-        open_engine("io_uring", DEPTH)
+    names: tuple[SsdEngineName, ...] = ("io_uring", "io_uring_sqpoll")
+    for name in names:
+        with pytest.raises(ConfigError, match=rf'ssd_engine: "{name}": .*EPERM.*posix'):
+            open_engine(name, DEPTH)
 
 
 @pytest.mark.parametrize("fault", ["wrong bytes", "error"])
