@@ -236,6 +236,18 @@ def test_a_state_that_cannot_be_used_is_said_and_does_not_stop_the_start(
         assert state is not None and state.written_bytes == FIRST_CHUNKS * RECORD_BYTES
 
 
+@pytest.mark.parametrize(("ahead_s", "counted"), [(0.0, True), (DAY_S / 2, True), (30 * DAY_S, False)])
+def test_what_a_dead_engine_wrote_does_not_count_for_ever_after_a_clock_went_back(
+    make: Make, tmp_path: Path, ahead_s: float, counted: bool
+) -> None:
+    dead = Governor(float(RATED_BYTES), float(RATED_BYTES), 0.0)
+    dead.spend(RATED_BYTES, 1.0)
+    state = dead.state(1.0, wear_module.time.time() + ahead_s)
+    write_state(f"{tmp_path}/ssd", 1, msgspec.json.encode(state))
+    engine = make(**small(tmp_path))
+    assert fill(engine) == (0 if counted else FIRST_CHUNKS)
+
+
 def test_budget_and_drive_life_are_said(
     make: Make, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

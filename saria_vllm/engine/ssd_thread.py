@@ -42,6 +42,18 @@ class Retire(NamedTuple):
     segment: int
 
 
+def _drive_of(op: Read | Write | Retire) -> int:
+    match op:
+        case Read(state, position):
+            extent = state.job.item(position).extent
+            assert extent is not None
+            return extent.drive
+        case Write(writing, position):
+            return writing.items[position].extent.drive
+        case Retire(drive, _):
+            return drive
+
+
 class _InFlight(NamedTuple):
     op: Read | Write
     buffer: int
@@ -160,15 +172,10 @@ class SsdThread:
             return "disk_full"
         if error.errno in NOT_THE_DRIVE:
             return "other"
-        match op:
-            case Read(state, position):
-                reason, extent = "read_failed", state.job.item(position).extent
-            case Write(writing, position):
-                reason, extent = "write_failed", writing.items[position].extent
-            case Retire():
-                return "other"
-        assert extent is not None
-        return reason if self._store.is_there(extent.drive) else "vanished"
+        if isinstance(op, Retire):
+            return "other"
+        reason = "read_failed" if isinstance(op, Read) else "write_failed"
+        return reason if self._store.is_there(_drive_of(op)) else "vanished"
 
     def _start(self, op: Read | Write | Retire) -> None:
         if self._broken and not isinstance(op, Retire):
@@ -285,8 +292,9 @@ class SsdThread:
                 self._ends.written(writing, position)
 
     def _fail(self, op: Read | Write | Retire, reason: str, error: Exception | None = None) -> None:
-        what = f"{type(op).__name__.lower()} on SSD failed ({reason})" + (f": {error}" if error else "")
-        self._ends.say_once(f"ssd {type(op).__name__} {reason}", what + "; such failures are counted from now on")
+        kind, where = type(op).__name__.lower(), self._store.directory(_drive_of(op))
+        what = f"{kind} on SSD failed ({reason}) in {where}" + (f": {error}" if error else "")
+        self._ends.say_once(f"ssd {kind} {reason} {where}", what + "; such failures are counted from now on")
         match op:
             case Read(state, position):
                 self._ends.items(state, (position,), reason)

@@ -40,7 +40,7 @@ def open_path(path: str, names: tuple[str, ...] = (), create: bool = False) -> I
         StorageError: one of `names` is a symlink, no directory, or another user's.
         OSError: missing (ENOENT) and not to be created, or as from mkdir(2) and open(2).
 
-    Both name the whole path.
+    Both name the whole path, and so does what is raised while the descriptor is in use.
     """
     if create:
         os.makedirs(path, exist_ok=True)
@@ -52,13 +52,15 @@ def open_path(path: str, names: tuple[str, ...] = (), create: bool = False) -> I
                 child = open_directory(fd, name, create)
             except StorageError as error:
                 raise StorageError(f"{at}/{error}") from None
-            except OSError as error:
-                error.filename = f"{at}/{name}"
-                raise
             at = f"{at}/{name}"
             os.close(fd)
             fd = child
         yield fd
+    except OSError as error:
+        # A call by descriptor knows a name in it at most, and says the descriptor's number else.
+        name = error.filename2 or error.filename
+        error.filename, error.filename2 = os.path.join(at, name) if isinstance(name, str) else at, None
+        raise
     finally:
         os.close(fd)
 

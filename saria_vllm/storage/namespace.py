@@ -223,30 +223,29 @@ class EngineDirectory:
 
     def _read_generation(self, path: str) -> tuple[Generation | None, bool]:
         """What a path says, and whether that is doubtful: damaged, or missing beside records."""
-        with _naming(path, *self.names), open_path(path, self.names) as fd:
+        with _naming(path), open_path(path, self.names) as fd:
             data = read_small(fd, GENERATION_NAME)
             generation = parse_generation(data) if data is not None else None
             return generation, generation is None and (data is not None or bool(names_in(fd, RANK_NAME)))
 
     def _write_generation(self, generation: Generation, path: str) -> None:
-        with _naming(path, *self.names), open_path(path, self.names) as fd:
+        with _naming(path), open_path(path, self.names) as fd:
             write_durably(fd, GENERATION_NAME, pack_generation(generation))
 
 
 @contextmanager
-def _naming(path: str, *names: str) -> Iterator[None]:
-    """Turn what is raised for `path`/`names`... into the errors of `EngineDirectory.claim`."""
+def _naming(path: str) -> Iterator[None]:
+    """Turn what is raised below an ssd path into the errors of `EngineDirectory.claim`."""
     try:
         yield
     except StorageError as error:
         raise StorageError(f"ssd_paths: {path!r}: {error}; accepted: {_ACCEPTED}") from None
     except OSError as error:
-        where = os.path.join(path, *names, os.fsdecode(error.filename2 or error.filename or "")).rstrip("/")
-        problem = f"{where}: {error.strerror or error}"
+        problem = f"{error.filename}: {error.strerror or error}"
         if is_drive_fault(error):
             raise DriveError(problem, path, error.errno in NO_ROOM) from error
         if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
-            problem = f"{where}: not a regular file"
+            problem = f"{error.filename}: not a regular file"
         raise StorageError(f"ssd_paths: {path!r}: {problem}; accepted: {_ACCEPTED}") from error
 
 
@@ -257,7 +256,7 @@ def granted(lease: bytes) -> int:
 
 def _make_namespace(path: str, namespace: str, parts: Mapping[str, Any]) -> None:
     names = (TOP_NAME, namespace)
-    with _naming(path, *names), open_path(path, names, create=True) as fd:
+    with _naming(path), open_path(path, names, create=True) as fd:
         if read_small(fd, PARTS_NAME) is None:
             try:
                 write_durably(fd, PARTS_NAME, json.dumps(parts, indent=1, sort_keys=True) + "\n")
@@ -272,7 +271,7 @@ def _lease_all(paths: Sequence[str], namespace: str, index: int) -> tuple[int, .
     try:
         for path in sorted(paths):
             names = (TOP_NAME, namespace, f"e{index}")
-            with _naming(path, *names), open_path(path, names, create=True) as fd:
+            with _naming(path), open_path(path, names, create=True) as fd:
                 lease = try_lease(fd)
             if lease is None:
                 return None

@@ -274,8 +274,12 @@ class SegmentStore:
 
     def is_there(self, drive: int) -> bool:
         """Whether our directory on a drive is still where it was: somebody may have removed, moved or replaced it."""
-        path = os.path.join(self._open.directories[drive % len(self.drives)], f"r{self._rank}")
+        path = self.directory(drive)
         return os.path.isdir(path) and not os.path.islink(path)
+
+    def directory(self, drive: int) -> str:
+        """Ours on a drive, or on the drive of another engine's extents."""
+        return os.path.join(self._open.directories[drive % len(self.drives)], f"r{self._rank}")
 
     def close(self) -> None:
         """Seal what is open (one index write and one sync each), close all files. Idempotent. No payload may be

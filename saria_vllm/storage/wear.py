@@ -112,7 +112,7 @@ def lease_state(path: str, preferred: int) -> tuple[int, int]:
                 if lease is not None:
                     return index, lease
     except OSError as error:
-        raise StorageError(f"{path}/{TOP_NAME}: {error.strerror or error}") from error
+        raise StorageError(f"{error.filename}: {error.strerror or error}") from error
     raise StorageError(f"{path}/{TOP_NAME}: {ENGINES_MAX} engines write here")
 
 
@@ -130,7 +130,7 @@ def other_states(path: str, own: int) -> tuple[int, list[bytes]]:
             found = [match for match in matches if match and int(match[1]) != own]
             living = sum(match[2] == "lease" and is_leased(fd, match[0]) for match in found)
     except OSError as error:
-        raise StorageError(f"{path}/{TOP_NAME}: {error.strerror or error}") from error
+        raise StorageError(f"{error.filename}: {error.strerror or error}") from error
     for match in found:
         if match[2] == "json":
             try:
@@ -153,7 +153,7 @@ def read_state(path: str, engine_index: int) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StorageError(f"{path}/{TOP_NAME}/{name}: {error.strerror or error}") from error
+        raise StorageError(f"{error.filename}: {error.strerror or error}") from error
     if data is None:
         return None
     try:
@@ -187,4 +187,4 @@ def write_state(path: str, engine_index: int, state: bytes) -> None:
         with open_path(path, (TOP_NAME,), create=True) as fd:
             write_durably(fd, name, text + "\n")
     except OSError as error:
-        raise StorageError(f"{path}/{TOP_NAME}/{name}: {error.strerror or error}") from error
+        raise StorageError(f"{error.filename}: {error.strerror or error}") from error

@@ -159,6 +159,27 @@ def test_a_failing_drive_is_left_out(paths: tuple[str, ...], monkeypatch: pytest
     assert claim(paths[:1]) == (None, [f"{paths[0]}: {os.strerror(code)}"], [])
 
 
+def test_a_drive_whose_directories_cannot_be_listed_is_left_out(
+    paths: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python says the number of the descriptor then, in the place of a name."""
+    leave(paths, NAME)
+    engine = f"{paths[0]}/saria/{NAME}/e0"
+    os.unlink(f"{engine}/generation")
+    listdir = os.listdir
+
+    def failing(directory: int) -> list[str]:
+        if os.readlink(f"/proc/self/fd/{directory}") == engine:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), directory)
+        return listdir(directory)
+
+    monkeypatch.setattr(os, "listdir", failing)
+    claimed = claim(paths)
+    assert claimed.directory is not None and claimed.directory.paths == paths[1:]
+    assert claimed.left_out == [f"{engine}: {os.strerror(errno.EIO)}"]
+    claimed.directory.release()
+
+
 def a_file(path: Path) -> None:
     path.mkdir()
     (path / "saria").write_text("")

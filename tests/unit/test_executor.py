@@ -423,6 +423,18 @@ def test_a_topic_is_said_once_and_failures_are_all_reported(rig: Rig) -> None:
     assert "counted from now on" in about_reads[0]
 
 
+def test_each_drive_that_fails_is_named(make_rig: MakeRig) -> None:
+    rig = make_rig(drives=2)
+    rig.open()
+    rig.faults = lambda _transfer: Fault(result=-errno.ENOSPC)
+    for number in range(4):
+        assert rig.put_on_ssd(0, b"%d" % number, Extent(number % 2, number % 2, number // 2)).reason == "disk_full"
+    about = [message for message in rig.messages if "write on SSD failed (disk_full)" in message]
+    assert [message.split(" in ")[1].split(": ")[0] for message in about] == [
+        f"{rig.directory}/drive{drive}/r0" for drive in range(2)
+    ]
+
+
 @pytest.mark.parametrize(
     ("code", "reason"), [(errno.ENOSPC, "disk_full"), (errno.EDQUOT, "disk_full"), (5, "write_failed")]
 )

@@ -152,3 +152,10 @@ def test_what_others_kept_is_read_and_what_is_damaged_left_out(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         lease_state(f"{path}/file", 0)
+
+
+def test_what_stands_in_the_place_of_a_lease_is_named(tmp_path: Path) -> None:
+    lease = tmp_path / "saria" / "endurance-e0.lease"
+    lease.mkdir(parents=True)
+    with pytest.raises(StorageError, match=f"^{lease}: Is a directory"):
+        lease_state(str(tmp_path), 0)

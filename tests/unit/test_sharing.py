@@ -236,6 +236,14 @@ def test_who_does_not_give_the_lock_back_holds_up_the_others_for_a_while_only(
     assert engine.settle() > 0
 
 
+def test_what_stands_in_the_place_of_the_lock_is_named(paths: tuple[str, ...]) -> None:
+    lock = Path(paths[0], "saria", "sharing")
+    lock.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError) as caught, sharing_lock(paths):
+        pass
+    assert caught.value.filename == str(lock)
+
+
 def test_a_grant_that_cannot_be_written_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = make(), make()
     for engine in (first, second, first, second):
