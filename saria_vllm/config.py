@@ -251,6 +251,7 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if other != path:
                 raise ConfigError(f"ssd_paths: {other!r} and {path!r} are one directory; accepted: each directory once")
             disks[device] = stat.f_blocks * stat.f_frsize, disks.get(device, (0, 0))[1] + 1
+        self._check_nesting()
         most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=self.ssd_capacity)
         if self.ssd_capacity > most:
             raise ConfigError(
@@ -262,6 +263,16 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for cpu in self.io_cpus:
             if not _cpu_allowed(cpu):
                 raise ConfigError(f"io_cpus: {cpu} is a CPU that this process may not use; accepted: those it may")
+
+    def _check_nesting(self) -> None:
+        """What lies in one path's `saria` directory counts against the capacity as another configuration's."""
+        tops = {path: os.path.join(os.path.realpath(path), "saria", "") for path in self.ssd_paths}
+        for path, own in tops.items():
+            for other, top in tops.items():
+                if own != top and own.startswith(top):
+                    raise ConfigError(
+                        f"ssd_paths: {path!r} is inside the saria directory of {other!r}; accepted: paths apart"
+                    )
 
     def _check_trace_record(self) -> None:
         path, parent = self.trace_record, os.path.dirname(self.trace_record)

@@ -420,6 +420,14 @@ def test_b49_a_path_given_twice_is_refused(paths: list[str]) -> None:
     assert message.startswith(f"ssd_paths: {paths!r} names a path twice")
 
 
+@pytest.mark.parametrize("tail", ["saria", "saria/deeper", "link/saria"])
+def test_b49_a_path_in_the_directory_that_another_makes_is_refused(tmp_path: Path, tail: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    paths = [f"{tmp_path}/{tail}", str(tmp_path)]
+    text = machine_refusal({**WITH_SSD, "ssd_paths": paths, "ssd_capacity": "1MiB"})
+    assert text.startswith(f"ssd_paths: {paths[0]!r} is inside the saria directory of {paths[1]!r}")
+
+
 @pytest.mark.parametrize("tail", ["", "/deeper/still"])
 def test_b49_a_directory_by_two_names_is_refused(tmp_path: Path, tail: str) -> None:
     (tmp_path / "real").mkdir()
