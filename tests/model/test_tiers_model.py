@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 
 import hypothesis.strategies as st
 import numpy as np
@@ -65,8 +66,15 @@ ADMISSIONS = [
     AdmissionConfig(),
     AdmissionConfig(policy="full_duplicate"),
     AdmissionConfig(policy="saria", evictions=1),
+    AdmissionConfig(policy="saria", evictions=2),
+    AdmissionConfig(policy="saria", evictions=3),
     AdmissionConfig(policy="saria", evictions=2, reuses=2),
+    AdmissionConfig(policy="dram_only"),
+    AdmissionConfig(policy="score"),
 ]
+
+EVICTIONS_MIN = {"full_duplicate": 1, "dram_only": sys.maxsize}
+"""On which eviction they write a chunk; `saria` says so itself."""
 
 SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None)
 """A few seconds. To search longer: more examples."""
@@ -115,6 +123,11 @@ class TiersMachine(RuleBasedStateMachine):
             ranks=ranks,
             second_chance=second_chance,
         )
+        self.evictions_min = EVICTIONS_MIN.get(admission.policy, admission.evictions)
+        if admission.reuses or admission.policy in ("return", "score"):
+            self.evictions_min = None
+        self.evictions: Counter[Chunk] = Counter()
+        """How often each was evicted."""
         self.second_chance, self.written_bytes = second_chance, 0
         self.granted: set[Chunk] = set()
         """Chunks on SSD with a second chance."""
@@ -210,7 +223,9 @@ class TiersMachine(RuleBasedStateMachine):
         leased = {place for flight in self.flights.values() for place in flight.slots()}
         before = dict(self.dram)
         needed = not self.would_fit(self.coming())
+        refused = self.counted("dropped_chunks:not_admitted")
         persists = self.tiers.make_room(self.now)
+        self.check_admission(before, persists, self.counted("dropped_chunks:not_admitted") - refused)
         self.drain_retired()
         index = self.tiers.chunks.index
         for chunk, (state, slot) in before.items():
@@ -280,6 +295,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.ssd.clear()
         self.granted.clear()
         self.loose.clear()
+        self.evictions.clear()
         self.drain_retired()
 
     # What the workers and the hardware do.
@@ -449,8 +465,24 @@ class TiersMachine(RuleBasedStateMachine):
                     self.granted.discard(chunk)
         self.tiers.chunks.extents.retired.clear()
 
+    def check_admission(self, before: dict[Chunk, tuple[str, Slot]], persists: list[PersistJob], refused: int) -> None:
+        """What leaves DRAM is written, or refused, by how often it was evicted."""
+        index, least = self.tiers.chunks.index, self.evictions_min
+        rows = {chunk: index.rows[chunk.group].get(chunk.key) for chunk in before}
+        gone = [chunk for chunk, row in rows.items() if row is None or not index.dram[row]]
+        written = {Chunk(item.group, item.key) for job in persists for item in job.items}
+        if least is not None:
+            assert all(self.evictions[chunk] + 1 >= least for chunk in written), "written too early"
+            if self.ghosts_max >= len(PARENT) * self.groups:
+                early = [c for c in gone if c not in self.ssd and self.evictions[c] + 1 < least]
+                assert refused == len(early), "refused on an eviction that should write, or the other way round"
+        self.evictions.update([*gone, *written])
+
+    def counted(self, name: str) -> int:
+        return self.tiers.chunks.counts.get(name, 0)
+
     def again_bytes(self) -> int:
-        return self.tiers.chunks.counts.get("second_chance_bytes", 0)
+        return self.counted("second_chance_bytes")
 
     def second_chances(self, chunks: list[Chunk]) -> set[Chunk]:
         """Which of these, of one group, get one: they go soon with their segments, and it is within the bound."""
