@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from stat import S_ISDIR
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -236,9 +237,15 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             existing = path
             while not os.path.lexists(existing):
                 existing = os.path.dirname(existing)
-            if not os.path.isdir(existing):
+            try:
+                place, stat = os.stat(existing), os.statvfs(existing)
+                is_directory = S_ISDIR(place.st_mode)
+            except FileNotFoundError:  # A link to nothing.
+                is_directory = False
+            except OSError:  # It fails now and then.
+                continue
+            if not is_directory:
                 raise ConfigError(f"ssd_paths: {path!r}: {existing!r} is not a directory; accepted: {accepted}")
-            stat = os.statvfs(existing)
             if not os.access(existing, os.W_OK | os.X_OK) and not stat.f_flag & os.ST_RDONLY:
                 raise ConfigError(f"ssd_paths: {path!r}: cannot write in {existing!r}; accepted: {accepted}")
             if not stat.f_blocks:
@@ -246,11 +253,10 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"ssd_paths: {path!r}: {existing!r} is on a file system without space of its own; "
                     f"accepted: {accepted}, on a disk"
                 )
-            device, inode = os.stat(existing).st_dev, os.stat(existing).st_ino
-            other = places.setdefault((device, inode, os.path.relpath(path, existing)), path)
+            other = places.setdefault((place.st_dev, place.st_ino, os.path.relpath(path, existing)), path)
             if other != path:
                 raise ConfigError(f"ssd_paths: {other!r} and {path!r} are one directory; accepted: each directory once")
-            disks[device] = stat.f_blocks * stat.f_frsize, disks.get(device, (0, 0))[1] + 1
+            disks[place.st_dev] = stat.f_blocks * stat.f_frsize, disks.get(place.st_dev, (0, 0))[1] + 1
         self._check_nesting()
         most = min((size * len(self.ssd_paths) // paths for size, paths in disks.values()), default=self.ssd_capacity)
         if self.ssd_capacity > most:

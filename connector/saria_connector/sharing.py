@@ -89,7 +89,12 @@ class Sharing:
             segments_max = ours // self._per_segment
         if segments_max != self._said_segments:
             self._said_segments = segments_max
-            logger.info("SARIA: of ssd_capacity, shared with others, %s are for this engine", format_bytes(ours))
+            logger.log(
+                logging.INFO if segments_max else logging.WARNING,
+                "SARIA: of ssd_capacity, shared with others, %s are for this engine%s",
+                format_bytes(ours),
+                "" if segments_max else ", so nothing is written to SSD for now: saria inspect shows who has the rest",
+            )
         self.segments_max = segments_max
         if extents is not None:
             extents.segments_max = segments_max

@@ -118,7 +118,7 @@ class DriveWear:
                 bins = msgspec.json.decode(data, type=EnduranceState).bins
             except msgspec.DecodeError:
                 continue
-            # After a clock went back by days, what a dead engine wrote must not count until then.
+            # When a clock went back by days, what an engine wrote and died before must not count until then.
             bins = [(begin, nbytes) for begin, nbytes in bins if begin < wall_s + DAY_S]
             last_day += sum(nbytes for begin, nbytes in bins if begin > wall_s - DAY_S)
             today += sum(nbytes for begin, nbytes in bins if begin >= wall_s - wall_s % DAY_S)

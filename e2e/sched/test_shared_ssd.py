@@ -132,6 +132,22 @@ def test_an_idle_engine_finds_what_others_sealed_with_its_first_request(together
     assert ours.counted("shared_hits") == 6
 
 
+def test_an_engine_without_room_says_so(together: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What lies there and is nobody's is never removed."""
+    (tmp_path / "ssd" / "saria").mkdir(parents=True)
+    with open(tmp_path / "ssd" / "saria" / "foreign", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 64 << 20)
+    with caplog.at_level(logging.WARNING, "vllm.saria"):
+        engine = together()
+    assert [line for line in caplog.messages if "so nothing is written to SSD for now: saria inspect" in line]
+    os.unlink(tmp_path / "ssd" / "saria" / "foreign")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "vllm.saria"):
+        look(engine)
+    assert engine.side.tiers.chunks.extents.segments_max > 0
+    assert not any("nothing is written" in line for line in caplog.messages)
+
+
 def test_news_that_come_just_when_there_were_none_are_not_lost(together: Make) -> None:
     """The thread looks only once at a segment."""
     ours, theirs = together(), together()

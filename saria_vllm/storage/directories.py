@@ -83,12 +83,15 @@ def open_directory(parent_fd: int, name: str, create: bool = False) -> int:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise StorageError(f"{name}: a symlink or no directory; symlinks are not followed") from None
         raise
-    status = os.fstat(fd)
-    if os.geteuid() not in (0, status.st_uid):
+    try:
+        status = os.fstat(fd)
+        if os.geteuid() not in (0, status.st_uid):
+            raise StorageError(f"{name}: belongs to user {status.st_uid}")
+        if create and stat.S_IMODE(status.st_mode) & 0o077:
+            os.fchmod(fd, 0o700)
+    except (OSError, StorageError):
         os.close(fd)
-        raise StorageError(f"{name}: belongs to user {status.st_uid}")
-    if create and stat.S_IMODE(status.st_mode) & 0o077:
-        os.fchmod(fd, 0o700)
+        raise
     return fd
 
 

@@ -506,21 +506,27 @@ def test_b49_an_unwritable_directory_is_refused(tmp_path: Path, monkeypatch: pyt
     assert asked == [(str(tmp_path), os.W_OK | os.X_OK)]
 
 
+@pytest.mark.parametrize("good", [0, 1], ids=["always", "after its first answer"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOTCONN, errno.ESTALE])
 def test_a_drive_that_fails_is_no_error_of_the_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, good: int
 ) -> None:
     """It is left out when it is opened."""
-    real = os.stat
+    real, asked = os.stat, []
 
     def failing(path: Any, *args: Any, **more: Any) -> os.stat_result:
         if isinstance(path, str) and path.startswith(str(tmp_path / "dead")):
+            asked.append(path)
+            if len(asked) <= good:
+                return real(tmp_path, *args, **more)
             raise OSError(code, os.strerror(code), path)
         return real(path, *args, **more)
 
     monkeypatch.setattr(config_module.os, "stat", failing)
     paths = [str(tmp_path / name) for name in ("dead", "good")]
+    (tmp_path / "dead").mkdir()
     for some in (paths, paths[:1]):
+        asked.clear()
         SariaConfig.from_extra({**MINIMAL, "ssd_paths": some, "ssd_capacity": "1MiB"}).check_machine()
 
 

@@ -16,7 +16,7 @@ from doubles import failing
 from saria_vllm.errors import FormatError, StorageError
 from saria_vllm.storage import directories, namespace, reclaim, segments, wear
 from saria_vllm.storage import format as fmt
-from saria_vllm.storage.directories import open_directory, read_small, try_lease
+from saria_vllm.storage.directories import open_directory, open_path, read_small, try_lease
 from saria_vllm.storage.namespace import EngineDirectory, namespace_name
 from saria_vllm.storage.reclaim import share_capacity
 from saria_vllm.storage.recovery import data_name, journal_name
@@ -35,6 +35,19 @@ def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.
         open_directory(parent, "theirs")
     os.close(parent)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_directory_whose_rights_cannot_be_set_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a drive that became read-only: engines look there every few seconds."""
+    (tmp_path / "saria").mkdir(mode=0o755)
+    monkeypatch.setattr(directories.os, "fchmod", failing(errno.EROFS, os.fchmod))
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(OSError, match="Read-only"), open_path(str(tmp_path), ("saria",), create=True):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_lease_in_a_directory_that_went_is_none(tmp_path: Path) -> None:
