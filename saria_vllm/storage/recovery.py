@@ -109,16 +109,14 @@ def scan_directory(directory: str, expected: Expected, segments_max: int) -> Sca
 
 
 def discard_segment(directory: str, segment: int) -> None:
-    """Unlink a segment's files, data first.
+    """Unlink a segment's files, data first. A directory that has the name of one is not ours, and stays.
 
     Raises:
         OSError: they are still there.
     """
     for name in (data_name(segment), journal_name(segment)):
-        try:
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(os.path.join(directory, name))
-        except FileNotFoundError:
-            pass
 
 
 def _list(directory: str, scan: Scan) -> tuple[set[int], set[int]]:
