@@ -220,12 +220,31 @@ def write_durably(directory_fd: int, name: str, text: str) -> None:
     temporary = f"{name}{NEW}"
     remove(directory_fd, temporary)
     fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, directory_fd)
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(fd)
-    os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+    try:
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+    except OSError:
+        with suppress(OSError):
+            remove(directory_fd, temporary)
+        raise
     os.fsync(directory_fd)
+
+
+def overwrite(directory_fd: int, name: str, text: str) -> None:
+    """Write a small file that is there in its place, which needs no room. A crash on the way leaves a mixture.
+
+    Raises:
+        OSError: as from `open_regular` and pwrite(2); what the file holds is not known.
+    """
+    fd = open_regular(name, os.O_WRONLY, directory_fd)
+    try:
+        os.ftruncate(fd, os.pwrite(fd, text.encode("ascii"), 0))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def remove(directory_fd: int, name: str) -> None:
