@@ -188,7 +188,7 @@ def lease_holders(engine_fd: int, proc: str = "/proc") -> list[int]:
 
 @contextmanager
 def sharing_lock(paths: Iterable[str]) -> Iterator[None]:
-    """Keeps all others out who divide what they share under any of these existing paths.
+    """Keeps all others out who divide what they share under any of these paths that have been claimed.
 
     Raises:
         StorageError: somebody else has it, and does not give it back.
@@ -196,7 +196,7 @@ def sharing_lock(paths: Iterable[str]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for path in sorted(paths):  # One order for all.
-            with open_path(path, (TOP_NAME,), create=True) as top_fd:
+            with open_path(path, (TOP_NAME,)) as top_fd:
                 fd = open_regular(SHARING_NAME, os.O_RDWR | os.O_CREAT, top_fd)
             stack.callback(os.close, fd)
             give_up = time.monotonic() + _LOCK_WAIT_S
