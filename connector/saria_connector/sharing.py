@@ -64,7 +64,8 @@ class Sharing:
         self._news: _News | None = None
         self._more = False
         """Whether the last look left something to look at."""
-        self._budgets: list[DriveBudget] | None = None
+        self._budgets: list[DriveBudget | None] | None = None
+        """By drive; None for one that could not be looked at."""
         self._tiers: Tiers | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
@@ -121,8 +122,18 @@ class Sharing:
         return self._more
 
     def _look_at_budgets(self) -> None:
-        if self._wear is not None:
-            self._budgets = [drive.look() for drive in self._wear.drives]
+        """One drive's fault does not hide what the others say."""
+        budgets: list[DriveBudget | None] = []
+        problem: StorageError | None = None
+        for drive in self._wear.drives if self._wear is not None else ():
+            try:
+                budgets.append(drive.look())
+            except StorageError as error:
+                budgets.append(None)
+                problem = error
+        self._budgets = budgets
+        if problem is not None:
+            raise problem
 
     def _run(self) -> None:
         more, looked = False, time.monotonic()
@@ -153,7 +164,8 @@ class Sharing:
         budgets, self._budgets = self._budgets, None
         if budgets is not None and self._wear is not None:
             for drive, budget in zip(self._wear.drives, budgets, strict=True):
-                drive.shared(budget, now)
+                if budget is not None:
+                    drive.shared(budget, now)
         if self._tiers is not None:
             self._tiers.shrink_ssd()
         self.take_news()

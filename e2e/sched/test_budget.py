@@ -243,6 +243,7 @@ def test_what_a_dead_engine_wrote_does_not_count_for_ever_after_a_clock_went_bac
     dead = Governor(float(RATED_BYTES), float(RATED_BYTES), 0.0)
     dead.spend(RATED_BYTES, 1.0)
     state = dead.state(1.0, wear_module.time.time() + ahead_s)
+    (tmp_path / "ssd" / "saria").mkdir(parents=True)
     write_state(f"{tmp_path}/ssd", 1, msgspec.json.encode(state))
     engine = make(**small(tmp_path))
     assert fill(engine) == (0 if counted else FIRST_CHUNKS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -333,6 +334,18 @@ def test_engines_of_unlike_configurations_share_one_write_budget(together: Make,
     (governor,) = governors(engines[:1])
     assert governor.budget_bytes_day == pytest.approx(0.75 * RATED_BYTES)
     assert governor.room(engines[0].now + DAY_S / 2) <= RATED_BYTES - written
+
+
+def test_a_drive_that_went_does_not_hide_who_shares_the_others(together: Make, tmp_path: Path) -> None:
+    budget = {"endurance": {"rated_capacity": f"{2 * RATED_BYTES}B"}}
+    ours = together(**budget, ssd_paths=[f"{tmp_path}/gone", f"{tmp_path}/ssd"])
+    whole = [governor.budget_bytes_day for governor in governors([ours])]
+    shutil.rmtree(tmp_path / "gone" / "saria")
+    together(**budget, namespace="another")
+    look(ours)
+    budgets = [governor.budget_bytes_day for governor in governors([ours])]
+    assert budgets == [whole[0], whole[1] / 2]
+    assert list((tmp_path / "gone").iterdir()) == []
 
 
 def governors(engines: list[Engine]) -> list[Any]:

@@ -34,7 +34,7 @@ _WORLD_MAX = 64
 _HEADER = struct.Struct("<QQQ")  # world, region_bytes, bits of the ranks that have mapped
 _HEADER_BYTES = 4096
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_TOO_SMALL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
+_TOO_SMALL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
 _process_guard = threading.Lock()  # fcntl locks do not exclude threads of one process
 
@@ -189,7 +189,12 @@ def _allocate_and_map(fd: int, offset: int, nbytes: int, path: str) -> mmap.mmap
 
 
 def _explain(error: OSError, path: str, nbytes: int) -> Exception:
-    """The ConfigError for an allocation that failed for want of room; any other error as it is."""
+    """The ConfigError for an allocation that failed for want of room or by a limit; any other error as it is."""
+    if error.errno == errno.EFBIG:
+        return ConfigError(
+            f"dram_capacity: this rank's share of {format_bytes(nbytes)} is more than this process may give a file, "
+            f"{path}; accepted: less, or a higher limit (ulimit -f, RLIMIT_FSIZE)"
+        )
     if error.errno not in _TOO_SMALL:
         return error
     directory = os.path.dirname(path)

@@ -188,7 +188,7 @@ def lease_holders(engine_fd: int, proc: str = "/proc") -> list[int]:
 
 @contextmanager
 def sharing_lock(paths: Iterable[str]) -> Iterator[None]:
-    """Keeps all others out who divide what they share under any of these existing paths.
+    """Keeps all others out who divide what they share under any of these paths that have been claimed.
 
     Raises:
         StorageError: somebody else has it, and does not give it back.
@@ -196,7 +196,7 @@ def sharing_lock(paths: Iterable[str]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for path in sorted(paths):  # One order for all.
-            with open_path(path, (TOP_NAME,), create=True) as top_fd:
+            with open_path(path, (TOP_NAME,)) as top_fd:
                 fd = open_regular(SHARING_NAME, os.O_RDWR | os.O_CREAT, top_fd)
             stack.callback(os.close, fd)
             give_up = time.monotonic() + _LOCK_WAIT_S
@@ -220,12 +220,31 @@ def write_durably(directory_fd: int, name: str, text: str) -> None:
     temporary = f"{name}{NEW}"
     remove(directory_fd, temporary)
     fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, directory_fd)
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(fd)
-    os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+    try:
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+    except OSError:
+        with suppress(OSError):
+            remove(directory_fd, temporary)
+        raise
     os.fsync(directory_fd)
+
+
+def overwrite(directory_fd: int, name: str, text: str) -> None:
+    """Write a small file that is there in its place, which needs no room. A crash on the way leaves a mixture.
+
+    Raises:
+        OSError: as from `open_regular` and pwrite(2); what the file holds is not known.
+    """
+    fd = open_regular(name, os.O_WRONLY, directory_fd)
+    try:
+        os.ftruncate(fd, os.pwrite(fd, text.encode("ascii"), 0))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def remove(directory_fd: int, name: str) -> None:

@@ -22,6 +22,7 @@ from saria_vllm.storage.directories import (
     TOP_NAME,
     names_in,
     open_path,
+    overwrite,
     read_small,
     try_lease,
     write_durably,
@@ -176,7 +177,7 @@ class EngineDirectory:
         failures = []
         for path in self._paths:
             try:
-                self._write_generation(Generation(self._generation, process_only=True), path)
+                self._write_generation(Generation(self._generation, process_only=True), path, in_place=True)
             except StorageError as error:
                 failures.append(str(error))
         if failures:
@@ -228,9 +229,16 @@ class EngineDirectory:
             generation = parse_generation(data) if data is not None else None
             return generation, generation is None and (data is not None or bool(names_in(fd, RANK_NAME)))
 
-    def _write_generation(self, generation: Generation, path: str) -> None:
+    def _write_generation(self, generation: Generation, path: str, in_place: bool = False) -> None:
+        """`in_place`: also where there is no room for a new file."""
+        text = pack_generation(generation)
         with _naming(path), open_path(path, self.names) as fd:
-            write_durably(fd, GENERATION_NAME, pack_generation(generation))
+            try:
+                write_durably(fd, GENERATION_NAME, text)
+            except OSError as error:
+                if not in_place or error.errno not in NO_ROOM:
+                    raise
+                overwrite(fd, GENERATION_NAME, text)  # What a crash makes of it is damaged, and ends all that is here.
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def share_capacity(
     Raises:
         StorageError, OSError: nothing was settled; what was stands.
     """
-    with sharing_lock(path for path in ssd_paths if os.path.isdir(path)):
+    with sharing_lock(path for path in ssd_paths if os.path.isdir(os.path.join(path, TOP_NAME))):
         own = set(keep.directories)
         total, others = 0, []
         for path in ssd_paths:

@@ -78,6 +78,8 @@ class Scan:
     highest_segment: int = -1
     """Highest segment id of any file with our name, usable or not; -1 when there is none."""
     highest_sequence: int = 0
+    useless: int = 0
+    """Segments without a usable record, which a reset or a crash leaves."""
     notes: list[str] = field(default_factory=list)
     """Files that were dropped or left alone, and why."""
 
@@ -105,20 +107,20 @@ def scan_directory(directory: str, expected: Expected, segments_max: int) -> Sca
         _take(directory, segment, read, expected.generation, scan)
     for segment in journals - data:
         _discard(directory, segment, "a journal without data", scan)
+    if scan.useless:
+        scan.notes.append(f"{directory}: {scan.useless} segment(s) with nothing to use, as of before a reset, removed")
     return scan
 
 
 def discard_segment(directory: str, segment: int) -> None:
-    """Unlink a segment's files, data first.
+    """Unlink a segment's files, data first. A directory that has the name of one is not ours, and stays.
 
     Raises:
         OSError: they are still there.
     """
     for name in (data_name(segment), journal_name(segment)):
-        try:
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(os.path.join(directory, name))
-        except FileNotFoundError:
-            pass
 
 
 def _list(directory: str, scan: Scan) -> tuple[set[int], set[int]]:
@@ -136,12 +138,14 @@ def _list(directory: str, scan: Scan) -> tuple[set[int], set[int]]:
 
 
 def _discard(directory: str, segment: int, why: str, scan: Scan) -> None:
-    note = f"{data_name(segment)}: {why}"
+    """Without a reason there is nothing to say unless it cannot be done."""
+    problems = [why] if why else []
     try:
         discard_segment(directory, segment)
     except OSError as error:
-        note += f"; cannot be unlinked: {error.strerror}"
-    scan.notes.append(note)
+        problems.append(f"cannot be unlinked: {error.strerror}")
+    if problems:
+        scan.notes.append(f"{data_name(segment)}: {'; '.join(problems)}")
 
 
 class _Room:
@@ -217,11 +221,15 @@ def _take(directory: str, segment: int, read: _Bytes | FormatError | OSError, ge
     if isinstance(read, OSError):
         if read.errno not in _BAD_FILE:
             raise read
-        _discard(directory, segment, read.strerror or "", scan)
+        _discard(directory, segment, read.strerror or str(read), scan)
         return
-    found = None if isinstance(read, FormatError) else _parse(read, generation)
+    if isinstance(read, FormatError):
+        _discard(directory, segment, str(read), scan)
+        return
+    found = _parse(read, generation)
     if found is None:
-        _discard(directory, segment, str(read) if isinstance(read, FormatError) else "no usable record", scan)
+        scan.useless += 1
+        _discard(directory, segment, "", scan)
         return
     scan.highest_sequence = max(scan.highest_sequence, int(found.rows["sequence"].max()))
     scan.segments[segment] = found

@@ -326,8 +326,10 @@ class SegmentStore:
         try:
             if os.path.islink(directory) or os.path.islink(engine_directory):
                 raise StorageError(f"{directory}: a symlink, which is not followed")
-            if not os.path.isdir(directory):
+            if not os.path.lexists(directory):
                 os.mkdir(directory, 0o700)
+            if not os.path.isdir(directory):
+                raise StorageError(f"{directory}: no directory")
             drive = Drive(directory)
         except (OSError, StorageError) as error:
             self.notes.append(f"drive left out: {error}")

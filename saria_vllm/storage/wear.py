@@ -184,7 +184,7 @@ def write_state(path: str, engine_index: int, state: bytes) -> None:
     name = _name(engine_index)
     text = msgspec.json.encode(_File(VERSION, zlib.crc32(state), msgspec.Raw(state))).decode("ascii")
     try:
-        with open_path(path, (TOP_NAME,), create=True) as fd:
+        with open_path(path, (TOP_NAME,)) as fd:
             write_durably(fd, name, text + "\n")
     except OSError as error:
         raise StorageError(f"{error.filename}: {error.strerror or error}") from error

@@ -13,7 +13,13 @@ import pytest
 from saria_vllm.errors import StorageError
 from saria_vllm.storage import namespace as namespace_module
 from saria_vllm.storage import reclaim
-from saria_vllm.storage.namespace import EngineDirectory, Generation, namespace_name, pack_generation
+from saria_vllm.storage.namespace import (
+    RESETS_MAX,
+    EngineDirectory,
+    Generation,
+    namespace_name,
+    pack_generation,
+)
 from saria_vllm.storage.reclaim import Claimed, claim_with_room
 
 PARTS = {"model": "tiny"}
@@ -91,6 +97,30 @@ def test_our_own_on_a_full_drive_is_claimed_as_it_is(paths: tuple[str, ...]) -> 
     claimed = claim(paths[:1])
     assert claimed.directory is not None and claimed.removed == [] and own.exists() and old.exists()
     claimed.directory.release()
+
+
+def test_a_reset_on_a_full_drive_is_durable(paths: tuple[str, ...]) -> None:
+    engine = EngineDirectory.claim(paths, NAME, PARTS, 0)
+    foreign(paths[0])
+    assert (engine.bump_generation(), engine.bump_generation()) == (2, 3)
+    for directory in engine.directories:
+        assert sorted(os.listdir(directory)) == ["generation", "lease"]
+        assert Path(directory, "generation").read_text() == pack_generation(Generation(3, True))
+    engine.release()
+    os.unlink(f"{paths[0]}/foreign")
+    after = EngineDirectory.claim(paths, NAME, PARTS, 0)
+    assert after.generation == 3 + RESETS_MAX
+    after.release()
+
+
+def test_a_reset_whose_file_went_on_a_full_drive_is_not_durable(paths: tuple[str, ...]) -> None:
+    engine = EngineDirectory.claim(paths, NAME, PARTS, 0)
+    os.unlink(f"{engine.directories[0]}/generation")
+    foreign(paths[0])
+    with pytest.raises(StorageError, match=f"{engine.directories[0]}/generation"):
+        engine.bump_generation()
+    assert engine.generation == 2
+    engine.release()
 
 
 def test_a_leased_directory_stays_and_a_full_drive_is_left_out(paths: tuple[str, ...]) -> None:

@@ -324,6 +324,7 @@ def test_endurance(tmp_path: Path) -> None:
     says(doctor_paths.endurance(path, now), "ok", "nothing was written")
     size = device_bytes([path])[0]
     governor = Governor(1e9, 2e9, now - 3600)
+    (tmp_path / "saria").mkdir()
     write_state(path, 0, msgspec.json.encode(governor.state(now, now)))
     says(doctor_paths.endurance(path, now), "ok", "0B written")
     for engine, status in ((0, "ok"), (1, "warn")):  # Two engines wear the drive twice as fast.

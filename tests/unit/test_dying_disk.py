@@ -168,6 +168,21 @@ def test_b39_files_that_cannot_be_removed_for_a_while_never_add_up(
 # EIO.
 
 
+@pytest.mark.parametrize("kind", ["data", "journal"])
+def test_a_directory_in_the_place_of_a_file_costs_one_segment_only(make_rig: MakeRig, kind: str) -> None:
+    node = Node(make_rig, segments_max=200, segment_records=8)
+    in_the_way = node.directory / "r0" / f"seg-{0:016x}.{kind}"
+    in_the_way.mkdir()
+    node.store(8)
+    forget_dram(node)
+    assert node.counts["errors:write_failed"] > 0
+    node.now += PAUSE_S
+    kept = node.store(8)
+    forget_dram(node)
+    assert node.load(kept) == 8
+    assert list(in_the_way.iterdir()) == []
+
+
 def test_eio_on_a_read_drops_the_whole_segment_and_a_second_one_stops_reads(make_rig: MakeRig) -> None:
     node, prefixes = filled(make_rig)
     forget_dram(node)

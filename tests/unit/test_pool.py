@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -208,6 +209,18 @@ def test_a_failed_allocation_leaves_no_file(name: str, monkeypatch: pytest.Monke
             DramPool(name, 4 * SLAB, 0, 2, SLAB)
     assert not os.path.lexists(path_of(name))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_limit_on_the_size_of_files_is_named(name: str) -> None:
+    """Memory is there: to ask for less of it or for a larger /dev/shm would lead nowhere."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLAB, hard))
+    try:
+        with pytest.raises(ConfigError, match="RLIMIT_FSIZE") as caught:
+            DramPool(name, 4 * SLAB, 0, 1, SLAB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "available" not in str(caught.value)
 
 
 def test_memory_is_allocated_up_front(name: str) -> None:

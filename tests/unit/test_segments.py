@@ -166,6 +166,24 @@ def test_generations_hide_what_is_older(bench: Bench) -> None:
     assert bench.files() == []
 
 
+def test_segments_from_before_a_reset_are_said_in_one_line(bench: Bench) -> None:
+    store, _ = bench.reopen()
+    for segment in range(6):
+        fill(store, segment)
+    store, found = bench.reopen(2)
+    assert (found, bench.files()) == ([], [])
+    assert store.notes == [
+        f"{bench.directories[0]}/r0: 6 segment(s) with nothing to use, as of before a reset, removed"
+    ]
+
+
+def test_what_stands_in_the_place_of_a_rank_directory_is_named(bench: Bench) -> None:
+    Path(bench.directories[1], "r0").write_text("")
+    store = bench.open()
+    assert store.drives[1] is None
+    assert store.notes == [f"drive left out: {bench.directories[1]}/r0: no directory"]
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_forgotten_records_stay_forgotten(bench: Bench, count: int) -> None:
     store, _ = bench.reopen()

@@ -141,6 +141,7 @@ def test_a_state_belongs_to_one_living_engine(tmp_path: Path) -> None:
 
 def test_what_others_kept_is_read_and_what_is_damaged_left_out(tmp_path: Path) -> None:
     path = str(tmp_path)
+    (tmp_path / "saria").mkdir()
     for index in range(3):
         write_state(path, index, b'{"n":%d}' % index)
     (tmp_path / "saria" / "endurance-e2.json").write_bytes(b"{]")

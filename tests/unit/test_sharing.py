@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -242,6 +243,15 @@ def test_what_stands_in_the_place_of_the_lock_is_named(paths: tuple[str, ...]) -
     with pytest.raises(IsADirectoryError) as caught, sharing_lock(paths):
         pass
     assert caught.value.filename == str(lock)
+
+
+def test_where_a_drive_was_unmounted_nothing_is_made(make: Make, paths: tuple[str, ...]) -> None:
+    """What is made there would lie on another file system, and some refuse to mount over what is not empty."""
+    engine = make()
+    engine.settle()
+    shutil.rmtree(f"{paths[1]}/saria")
+    assert engine.settle() > 0
+    assert os.listdir(paths[1]) == []
 
 
 def test_a_grant_that_cannot_be_written_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,20 @@ def test_a_small_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatc
         wear.read_state(str(tmp_path), 0)
 
 
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_small_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    directories.write_durably(fd, "generation", "old")
+    monkeypatch.setattr(os, call, failing(errno.ENOSPC, getattr(os, call), lambda *_args: True))
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        directories.write_durably(fd, "generation", "new")
+    os.close(fd)
+    assert os.listdir(tmp_path) == ["generation"]
+    assert (tmp_path / "generation").read_text() == "old"
+
+
 @pytest.mark.parametrize("magic", [b"SARIASEG", b"OTHERSEG"])
 def test_headers_that_cannot_be_are_refused_although_their_crc_is_right(magic: bytes) -> None:
     body = struct.pack("<8sII16sQIIQ", magic, 1, 0, bytes(16), 0, 0, 0, 4096).ljust(4092, b"\0")

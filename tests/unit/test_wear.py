@@ -91,6 +91,7 @@ def test_paths_on_one_device_are_known_to_be(tmp_path: Path) -> None:
 
 def test_a_state_is_read_back_by_its_engine_only(tmp_path: Path) -> None:
     assert read_state(str(tmp_path), 0) is None
+    (tmp_path / "saria").mkdir()
     write_state(str(tmp_path), 0, b"{}")
     write_state(str(tmp_path), 0, STATE)
     assert read_state(str(tmp_path), 0) == STATE
@@ -101,6 +102,7 @@ def test_a_state_is_read_back_by_its_engine_only(tmp_path: Path) -> None:
 
 def test_engines_with_a_state_are_found(tmp_path: Path) -> None:
     assert engines_with_state(str(tmp_path)) == []
+    (tmp_path / "saria").mkdir()
     for index in (12, 0, 3):
         write_state(str(tmp_path), index, STATE)
     for name in ("endurance-e7.json.new", "endurance-ex.json", "endurance-e1234567890.json", "endurance-e5.lease"):
@@ -170,6 +172,12 @@ def test_a_directory_in_its_place_is_an_error_to_be_said(tmp_path: Path, name: s
             read_state(str(tmp_path), 0)
 
 
+def test_where_a_drive_was_unmounted_nothing_is_made(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=f"{tmp_path}/saria: No such file"):
+        write_state(str(tmp_path), 0, STATE)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_symlink_on_the_way_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "saria").symlink_to("other")
@@ -181,6 +189,7 @@ def test_a_symlink_on_the_way_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_claims_and_reclaiming_leave_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "saria").mkdir()
     write_state(str(tmp_path), 0, STATE)
     for parts in ({"model": "old"}, {"model": "new"}):
         ours = EngineDirectory.claim([str(tmp_path)], namespace_name(parts), parts, 0)
