@@ -175,7 +175,7 @@ def test_what_was_written_after_a_reset_is_never_anothers(make: Make) -> None:
 def test_records_of_a_reset_whose_mark_was_lost_are_not_used(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = make(), make()
 
-    def fails(*args: object) -> None:
+    def fails(*args: object, **more: object) -> None:
         raise StorageError("read-only")
 
     monkeypatch.setattr(theirs.directory, "_write_generation", fails)

@@ -129,6 +129,7 @@ def test_every_flipped_bit_of_a_generation_counts() -> None:
 
 def test_a_damaged_endurance_file_is_an_error_or_the_truth(tmp_path: Path) -> None:
     state = b'{"written":[1,2,3],"since":12.5}'
+    (tmp_path / "saria").mkdir()
     write_state(str(tmp_path), 0, state)
     file = tmp_path / "saria" / "endurance-e0.json"
     good, rng, refused = file.read_bytes(), random.Random(5), 0
