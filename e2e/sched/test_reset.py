@@ -150,7 +150,7 @@ def test_b60_a_reset_that_cannot_be_made_durable_is_not_reported_as_done(
     directory = engine.side.ssd.directory
     assert directory is not None
 
-    def fails(*args: Any) -> None:
+    def fails(*args: Any, **more: Any) -> None:
         raise StorageError("read-only")
 
     monkeypatch.setattr(directory, "_write_generation", fails)
