@@ -286,9 +286,10 @@ class SchedulerSide:
             state.due_tokens = sys.maxsize
             return
         confirmed = compat.confirmed_tokens(state.request)
-        tables = block_state.get_block_ids(state.request.request_id)
-        if tables is not None:
-            self._store(state, confirmed, tables)
+        if confirmed >= (state.stored + 1) * self._chunk_tokens:
+            tables = block_state.get_block_ids(state.request.request_id)
+            if tables is not None:
+                self._store(state, confirmed, tables)
         state.due_tokens = (state.stored + 1) * self._chunk_tokens
 
     def _store(self, state: RequestState, confirmed: int, tables: Sequence[Sequence[int]]) -> None:
