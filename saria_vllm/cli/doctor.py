@@ -21,6 +21,7 @@ from saria_vllm.config import SariaConfig
 from saria_vllm.engine.drive_rates import measure
 from saria_vllm.engine.io_uring import UringEngine
 from saria_vllm.engine.nixl import has_device
+from saria_vllm.engine.staging import Staging
 from saria_vllm.storage.smart import read_smart
 
 RING_DEPTH = 4
@@ -91,7 +92,7 @@ def _of_machine(machine: Machine, config: SariaConfig | None, pids: list[int]) -
     yield from _run(
         {
             "io_uring": lambda: checks.io_uring(machine, _open_ring, engine.startswith("io_uring")),
-            "memlock": checks.memlock,
+            "memlock": lambda: checks.memlock(_registers),
             "shared memory": lambda: checks.shared_memory(machine, dram),
             "hugepages": lambda: checks.hugepages(machine),
             "cpu limit": lambda: checks.cpu_limit(machine, affinity),
@@ -114,6 +115,18 @@ def _open_ring() -> None:
     UringEngine(RING_DEPTH).close()
 
 
+def _registers(nbytes: int) -> bool:
+    """Whether io_uring takes so much memory, of the kind that its reads land in."""
+    try:
+        engine = UringEngine(RING_DEPTH)
+    except OSError:
+        return False
+    try:
+        return Staging(engine, nbytes // RING_DEPTH).registered
+    finally:
+        engine.close()
+
+
 def _extra(text: str) -> object:
     try:
         raw = json.loads(text)
@@ -121,7 +134,9 @@ def _extra(text: str) -> object:
         raise UsageError(
             f'--config: {error}; expected a JSON object, such as \'{{"dram_capacity": "64GiB"}}\''
         ) from None
-    return raw.get("kv_connector_extra_config", raw) if isinstance(raw, dict) else raw
+    if isinstance(raw, dict) and ("kv_connector" in raw or "kv_connector_extra_config" in raw):
+        return raw.get("kv_connector_extra_config", {})
+    return raw
 
 
 def _line(where: str, check: Check) -> str:

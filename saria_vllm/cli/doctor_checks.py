@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 from saria_vllm.config import SariaConfig, format_bytes
 from saria_vllm.engine.cpus import cpu_list, io_cpus
 from saria_vllm.engine.nixl import VERSION_MIN as NIXL_MIN
+from saria_vllm.engine.ssd_thread import STAGING_BYTES
 from saria_vllm.errors import ConfigError
 
 Status = Literal["ok", "warn", "bad"]
 
 VLLM_MIN, VLLM_TESTED = (0, 30), (0, 32)
-MEMLOCK_BYTES = 8 << 20
 RESERVED_SHARE = 0.05
 """Of memory: huge pages that are reserved and free, and that neither vLLM nor we use."""
 
@@ -144,17 +144,18 @@ def io_uring(machine: Machine, open_ring: Callable[[], None], needed: bool = Fal
     return Check("io_uring", "ok", "works")
 
 
-def memlock(getrlimit: Callable[[int], tuple[int, int]] = resource.getrlimit) -> Check:
-    """RLIMIT_MEMLOCK, against which old kernels' io_uring and RDMA count."""
+def memlock(
+    registers: Callable[[int], bool], getrlimit: Callable[[int], tuple[int, int]] = resource.getrlimit
+) -> Check:
+    """Whether an SSD thread may lock the memory that its reads land in: for that RLIMIT_MEMLOCK counts, unless we have
+    CAP_IPC_LOCK."""
     soft = getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if soft == resource.RLIM_INFINITY:
-        return Check("memlock", "ok", "unlimited")
-    if soft >= MEMLOCK_BYTES:
-        return Check("memlock", "ok", format_bytes(soft))
-    advice = (
-        "set ulimit -l unlimited (containers: --ulimit memlock=-1): kernels before 5.12, and RDMA, count against it"
-    )
-    return Check("memlock", "warn", f"only {format_bytes(soft)} may be locked", advice)
+    found = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    thread = format_bytes(STAGING_BYTES)
+    if registers(STAGING_BYTES):
+        return Check("memlock", "ok", f"{found}, and an SSD thread gets its {thread}")
+    advice = "set ulimit -l unlimited (containers: --ulimit memlock=-1): reads cost more CPU without"
+    return Check("memlock", "warn", f"only {found} may be locked", advice)
 
 
 def _memory_bytes(machine: Machine) -> tuple[int, bool]:
@@ -285,7 +286,7 @@ def nixl(ask: Ask, needed: bool = False) -> Check:
         "print(metadata.version(_api.__name__.partition('.')[0]))"
     )
     version, problem = _package("nixl", code, ask)
-    advice = "pip install 'saria-vllm[nixl]'"
+    advice = "pip install 'nixl>=1.5'"
     if version is None:
         if problem is not None or not needed:
             return problem or Check("nixl", "ok", "is not installed, and optional")
@@ -300,7 +301,7 @@ def kvikio(ask: Ask, needed: bool = False) -> Check:
     """Whether kvikio can be imported."""
     version, problem = _package("kvikio", "import kvikio; print(kvikio.__version__)", ask)
     if needed and version is None and problem is None:
-        return Check("kvikio", "bad", "is not installed, and configured", "pip install 'saria-vllm[kvikio]'")
+        return Check("kvikio", "bad", "is not installed, and configured", "pip install kvikio-cu13")
     return problem or Check("kvikio", "ok", version or "is not installed, and optional")
 
 

@@ -69,8 +69,9 @@ def permissions(path: str) -> Check:
     return Check("permissions", "ok", f"mode {stat.S_IMODE(own.st_mode):04o}, user {own.st_uid}")
 
 
-def space(path: str, wanted_bytes: int | None) -> Check:
-    """Free space, and whether what is wanted of this path fits beside what others keep there."""
+def space(path: str, wanted_bytes: int | None, root: str = "/") -> Check:
+    """Free space, whether what is wanted of this path fits beside what others keep there, and whether it is a
+    drive's or the root file system's."""
     disk = os.statvfs(existing_part(path))
     size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     found = f"{format_bytes(free)} free of {format_bytes(size)}"
@@ -80,6 +81,9 @@ def space(path: str, wanted_bytes: int | None) -> Check:
     if wanted_bytes is not None and wanted_bytes > free + ours:
         what = f"{found}, {format_bytes(ours)} ours: less than this path's part of ssd_capacity"
         return Check("space", "warn", f"{what}, {format_bytes(wanted_bytes)}", "free space, or lower ssd_capacity")
+    if os.stat(existing_part(path)).st_dev == os.stat(root).st_dev:
+        advice = "mount the drive that is meant, or give a path on it: a full root disk stops more than this tier"
+        return Check("space", "warn", f"{found}, of the root file system", advice)
     if free + ours < FREE_SHARE * size:
         return Check("space", "warn", found, "free space: a full drive makes the tier smaller and wears faster")
     return Check("space", "ok", found + (f", {format_bytes(ours)} ours" if ours else ""))

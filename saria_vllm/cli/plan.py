@@ -223,7 +223,7 @@ def _notes(machine: Hardware, served_model: Model) -> list[str]:
         notes = [f"sizes are for the node's {engines} engines of {gpus} GPUs together"]
     if served_model.checkpoint_bytes:
         notes.append("recurrent state is not counted, and the connector does not serve such models yet")
-    return notes
+    return [*notes, "to plan with: the connector itself serves vLLM on CPUs only yet"]
 
 
 def _plain(row: Row) -> dict[str, Any]:
@@ -248,6 +248,6 @@ def _text(report: dict[str, Any]) -> str:
             f"Recommended is {report['rule']}:",
             aligned(cells([chosen], chosen)),
             "",
-            "vllm serve MODEL --kv-transfer-config '" + pasted + "'",
+            "vllm serve MODEL --enable-prompt-tokens-details --kv-transfer-config '" + pasted + "'",
         ]
     )

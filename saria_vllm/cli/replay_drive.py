@@ -123,7 +123,7 @@ def _aiohttp() -> Any:
     try:
         import aiohttp
     except ImportError:
-        raise UsageError("aiohttp is not installed: pip install 'saria-vllm[replay]'") from None
+        raise UsageError("aiohttp is not installed: pip install aiohttp rich tokenizers") from None
     return aiohttp
 
 
@@ -355,7 +355,7 @@ class _progress:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         except ImportError:
-            raise UsageError("rich is not installed: pip install 'saria-vllm[replay]'") from None
+            raise UsageError("rich is not installed: pip install aiohttp rich tokenizers") from None
         self.total = sum(len(session.requests) for session in plan.sessions)
         self.bar = Progress(
             TextColumn("replay"),

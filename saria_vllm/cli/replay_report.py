@@ -99,7 +99,7 @@ def print_report(report: dict[str, Any]) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        raise UsageError("rich is not installed: pip install 'saria-vllm[replay]'") from None
+        raise UsageError("rich is not installed: pip install aiohttp rich tokenizers") from None
     console = Console()
     if not console.is_terminal:
         console = Console(width=110)

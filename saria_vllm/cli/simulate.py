@@ -144,7 +144,7 @@ def _check(arguments: argparse.Namespace) -> None:
     _copies_by_day(arguments)
     for name in arguments.admission:
         if name != "oracle":
-            parse_admission(name)
+            parse_admission(name, also=", oracle")
 
 
 def _check_profiles(arguments: argparse.Namespace) -> None:
@@ -219,8 +219,9 @@ def parse_promotion(text: str) -> PromotionMode:
     return float(share)
 
 
-def parse_admission(text: str, ghosts_max: int = GHOSTS_UNBOUNDED) -> AdmissionConfig:
-    """The configuration of "NAME" or "NAME:KEY=VALUE,...", with this bound of ghosts unless it says another.
+def parse_admission(text: str, ghosts_max: int = GHOSTS_UNBOUNDED, also: str = "") -> AdmissionConfig:
+    """The configuration of "NAME" or "NAME:KEY=VALUE,...", with this bound of ghosts unless it says another. `also`:
+    more choices that the caller takes.
 
     Raises:
         ConfigError: an unknown policy or key, or a value that the connector would not take either.
@@ -228,7 +229,7 @@ def parse_admission(text: str, ghosts_max: int = GHOSTS_UNBOUNDED) -> AdmissionC
     policy, _, rest = text.partition(":")
     if policy != "default" and policy not in get_args(AdmissionPolicy):
         choices = ", ".join((*get_args(AdmissionPolicy), "default"))
-        raise ConfigError(f"--admission {policy}: unknown policy; choose one of {choices}")
+        raise ConfigError(f"--admission {policy}: unknown policy; choose one of {choices}{also}")
     settings: dict[str, Any] = {} if policy == "default" else {"policy": policy}
     for pair in filter(None, rest.split(",")):
         key, _, value = pair.partition("=")
@@ -281,6 +282,7 @@ def _row(arguments: argparse.Namespace, trace: Trace, name: str) -> dict[str, An
     row: dict[str, Any] = {
         "admission": admission.policy if name == "default" else name,
         "hints": arguments.hints,
+        "skipped_lines": trace.skipped,
         **simulator.result.rates(),
     }
     if arguments.hardware is not None:
@@ -389,7 +391,7 @@ def require_matplotlib(option: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError(f"{option} needs matplotlib: pip install 'saria-vllm[plot]'") from None
+        raise ConfigError(f"{option} needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
 
 

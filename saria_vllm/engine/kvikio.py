@@ -135,7 +135,7 @@ def load(threads: int) -> tuple[Any, str]:
         import kvikio
         import kvikio.defaults
     except Exception as error:  # Its loaders of libraries raise their own.
-        raise _refusal(f"KvikIO cannot be imported ({error}): pip install 'saria-vllm[kvikio]'") from error
+        raise _refusal(f"KvikIO cannot be imported ({error}): pip install kvikio-cu13") from error
     if kvikio.defaults.get("num_threads") < threads:
         kvikio.defaults.set({"num_threads": threads})
     gds = "without GDS" if kvikio.defaults.is_compat_mode_preferred() else "GDS"
@@ -143,4 +143,4 @@ def load(threads: int) -> tuple[Any, str]:
 
 
 def _refusal(problem: str) -> ConfigError:
-    return ConfigError(f'ssd_engine: "kvikio": {problem}; accepted here: "auto", "posix"')
+    return ConfigError(f'ssd_engine: "kvikio": {problem}; accepted here: "auto", which takes what works')

@@ -198,14 +198,14 @@ def load() -> tuple[Any, str]:
     try:
         from nixl import _api
     except ImportError as error:
-        raise _refusal(f"NIXL cannot be imported ({error}): pip install 'saria-vllm[nixl]'") from error
+        raise _refusal(f"NIXL cannot be imported ({error}): pip install 'nixl>=1.5'") from error
     try:
         version = metadata.version(_api.__name__.partition(".")[0])
     except metadata.PackageNotFoundError:
         version = "of unknown version"
     if tuple(int(number) for number in re.findall(r"\d+", version)[:3]) < VERSION_MIN:
         needed = ".".join(map(str, VERSION_MIN))
-        raise _refusal(f"NIXL {version} is installed, {needed} or newer is needed: pip install 'saria-vllm[nixl]'")
+        raise _refusal(f"NIXL {version} is installed, {needed} or newer is needed: pip install 'nixl>=1.5'")
     return _api, version
 
 
@@ -277,4 +277,4 @@ def _test(backend: _Backend) -> str:
 
 
 def _refusal(problem: str) -> ConfigError:
-    return ConfigError(f'ssd_engine: "nixl": {problem}; accepted here: "auto", "posix"')
+    return ConfigError(f'ssd_engine: "nixl": {problem}; accepted here: "auto", which takes what works')

@@ -99,7 +99,7 @@ def open_engine(name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
             return engine, f"ssd engine {engine.name}: {'its probe read worked' if name == 'auto' else 'configured'}"
         engine.close()
     if name != "auto":
-        raise ConfigError(f'ssd_engine: "{name}": {reason}; accepted here: "auto", "posix"')
+        raise ConfigError(f'ssd_engine: "{name}": {reason}; accepted here: "auto", which takes what works')
     return PosixEngine(depth), f"ssd engine posix: {reason}"
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,30 @@ def test_io_uring(machine: Machine) -> None:
     [(resource.RLIM_INFINITY, "ok", "unlimited"), (64 << 20, "ok", "64.00MiB"), (65536, "warn", "ulimit -l")],
 )
 def test_memlock(soft: int, status: str, word: str) -> None:
-    says(doctor_checks.memlock(lambda which: (soft, soft)), status, word)
+    asked: list[int] = []
+
+    def registers(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return status == "ok"
+
+    says(doctor_checks.memlock(registers, lambda which: (soft, soft)), status, word)
+    assert asked == [32 << 20]
+
+
+def test_memlock_is_what_the_kernel_says() -> None:
+    try:
+        doctor._open_ring()
+    except OSError as error:
+        pytest.skip(f"io_uring is not available: {error}")
+    code = (
+        "import os, resource\n"
+        "from saria_vllm.cli.doctor import _registers\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (4 << 20,) * 2)\n"
+        "if os.geteuid() == 0:\n    os.setuid(65534)\n"  # Without CAP_IPC_LOCK.
+        "print(_registers(1 << 20), _registers(32 << 20))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["True", "False"]
 
 
 @pytest.fixture
@@ -240,13 +264,14 @@ def test_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_space(tmp_path: Path, shm: Callable[[int, int], None]) -> None:
     path = str(tmp_path)
     shm(100 * GIB, 50 * GIB)
-    says(doctor_paths.space(path, None), "ok", "50.00GiB free of 100.00GiB")
-    says(doctor_paths.space(path, 50 * GIB), "ok")
+    says(doctor_paths.space(path, None, "/proc"), "ok", "50.00GiB free of 100.00GiB")
+    says(doctor_paths.space(path, 50 * GIB, "/proc"), "ok")
     says(doctor_paths.space(path, 51 * GIB), "warn", "51.00GiB", "lower ssd_capacity")
+    says(doctor_paths.space(path, None, path), "warn", "of the root file system", "mount the drive")
     shm(100 * GIB, 4 * GIB)
-    says(doctor_paths.space(path, None), "warn", "free space")
+    says(doctor_paths.space(path, None, "/proc"), "warn", "free space")
     os.statvfs(path).f_flag |= os.ST_RDONLY
-    says(doctor_paths.space(path, None), "bad", "read-only")
+    says(doctor_paths.space(path, None, "/proc"), "bad", "read-only")
 
 
 def test_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,7 +371,7 @@ def test_html_without_matplotlib_is_refused_before_any_work(capsys, monkeypatch,
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, out, err = plan(capsys, *QUICK, "--html", str(tmp_path / "plan.html"))
     assert (status, out) == (2, "")
-    assert err == "saria plan: --html needs matplotlib: pip install 'saria-vllm[plot]'\n"
+    assert err == "saria plan: --html needs matplotlib: pip install matplotlib\n"
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,8 @@ def test_bad_usage_is_status_2(capsys, options):
     with pytest.raises(SystemExit) as caught:
         main(["replay", *options])
     assert caught.value.code == 2
-    assert options[0] in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert options[0] in err and err.count("\n") == 1
 
 
 def test_a_bad_trace_is_status_2_and_nothing_is_sent(capsys, serve, trace):
