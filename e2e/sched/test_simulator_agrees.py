@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness import Engine, prompt
-from saria_vllm.config import AdmissionConfig
+from saria_vllm.config import AdmissionConfig, SariaConfig
 from saria_vllm.policy.admission import make_admission
+from saria_vllm.policy.endurance import Governor
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.hints import NO_HINTS, Hints
 from saria_vllm.policy.index import Prefix
@@ -29,6 +30,7 @@ COMPARED = (
     "admission:every_chunk", "admission:never", "admission:return_likely", "admission:return_unlikely",
     "admission:branch_left", "admission:session_ended", "persisted_chunks", "retired_chunks",
     "dropped_chunks:not_admitted", "admission:second_chance", "second_chance_bytes",
+    "admission:score_high", "admission:score_low", "admission:reuse_count", "dropped_chunks:budget",
 )  # fmt: skip
 
 
@@ -86,13 +88,18 @@ def agents(seed: int, turns: int, choices: list[int], longest: int) -> list[tupl
         "return with hints",
         "saria with second chances",
         "return with second chances",
+        "score",
+        "return with a budget",
+        "saria with a budget",
     ],
 )
 @pytest.mark.parametrize("seed", [1, 2])
 def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, policy: str, seed: int) -> None:
     policy, _, extra = policy.partition(" with ")
     hinted, again = extra == "hints", extra == "second chances"
-    admission = AdmissionConfig(policy=policy, second_chance=0.5 if again else 0.1)  # type: ignore[arg-type]
+    budget = extra == "a budget"
+    settings = {"policy": policy, "second_chance": 0.5 if again else 0.1}
+    admission = SariaConfig.from_extra({"dram_capacity": "1GiB", "admission": settings}).admission
     engine = make(
         blocks=400,
         batched_tokens=64,
@@ -101,14 +108,18 @@ def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, poli
         ssd_paths=[str(tmp_path)],
         # Writing everything again and again to a full SSD, what is lost depends on when a write ends.
         ssd_capacity="64MiB" if policy == "full_duplicate" else "8MiB",
-        admission={"policy": policy, "second_chance": admission.second_chance},
-        endurance="off",
+        admission=settings,
+        endurance={"rated_capacity": "16MiB"} if budget else "off",
     )
     engine.serve("opens the SSD tier", prompt(8))
     simulator = simulator_like(engine, admission)
     load = (250, [0, 0, 1, 1, 2, 3, 4, 5, 6], 300) if again else (60, [0, 0, 0, 1, 1, 2, 3], 700)
+    if budget:
+        (theirs,) = engine.side.tiers.evictor.governors
+        governor = Governor(theirs.budget_bytes_day, theirs.cap_bytes_day, engine.now, theirs._day_began)
+        simulator.tiers.evictor.governors = [governor]
     for number, (tokens, hints) in enumerate(agents(seed, *load)):
-        engine.now += 30.0
+        engine.now += 900.0 if budget else 30.0
         engine.flush_hbm()
         hints = hints if hinted else NO_HINTS
         engine.serve(f"r{number}", tokens, params={"saria": hints._asdict()} if hinted else None)
@@ -117,11 +128,13 @@ def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, poli
         keys = engine.keys(engine.requests[f"r{number}"])[: len(tokens) // engine.chunk_tokens]
         simulator._serve(engine.now, Prefix(keys), len(tokens), hints)
         assert not engine.counted("dropped_chunks:no_slot") and not engine.counted("dropped_chunks:hold_limit")
-        theirs = simulator.tiers.chunks.counts
+        counts = simulator.tiers.chunks.counts
         ours = {name: engine.counted(name) for name in COMPARED}
-        assert ours == {name: theirs.get(name, 0) for name in COMPARED}, f"after request {number}"
+        assert ours == {name: counts.get(name, 0) for name in COMPARED}, f"after request {number}"
     assert (ours["admission:session_ended"] > 0) == hinted
     assert ours["admission:second_chance"] > 0 or not again
+    if budget:
+        assert governor.strictest > 0.1, "the budget never mattered"
     if policy != "dram_only":
         assert ours["hit_tokens:ssd"] > 0
         assert ours["persisted_chunks"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -121,14 +122,23 @@ class Score(Unlearned):
     """
 
     def __init__(self, threshold: float) -> None:
-        self._threshold, self._lifetime_s = threshold, 0.0
+        self._threshold, self._lifetime_s, self._learned_at = threshold, 0.0, 0.0
+
+    def _learn(self, idle_s: float, now: float) -> None:
+        """The mean over the last lifetime of how long what left DRAM had been idle. By time, so that it does not matter
+        in how many batches chunks leave."""
+        if not self._lifetime_s:
+            self._lifetime_s = idle_s
+        new = -math.expm1(-max(0.0, now - self._learned_at) / self._lifetime_s)
+        self._lifetime_s += (idle_s - self._lifetime_s) * new
+        self._learned_at = max(self._learned_at, now)
 
     def evicted(self, index: ChunkIndex, rows: Rows, now: float, budget: Budget | None) -> Reasons:
         if not rows.size:
-            return np.empty(0, np.uint8)  # The mean of nothing would make the lifetime NaN for good.
+            return np.empty(0, np.uint8)
         idle = np.maximum(now - index.touched[rows], 1e-3)
-        self._lifetime_s += (float(idle.mean()) - self._lifetime_s) * (0.02 if self._lifetime_s else 1.0)
-        lifetime = max(self._lifetime_s, 1e-3)
+        self._learn(float(idle[0]), now)
+        lifetime = self._lifetime_s
         age = np.maximum(now - index.entered[rows], 1e-3)
         # Whoever was evicted before and is here again was asked for again.
         reuses = index.reuses[rows].astype(np.float64) + index.evictions[rows]

@@ -61,7 +61,7 @@ def test_an_eviction_of_what_is_on_ssd_already_teaches_score_nothing() -> None:
     """Nobody is asked about, and what is decided next is as if it had not been."""
     index = ChunkIndex(1)
     rows = index.add(0, [b"a", b"b"], [b"", b""])
-    index.reuses[rows], index.entered[rows], index.touched[rows] = [5, 1], [0.0, 90.0], [80.0, 95.0]
+    index.reuses[rows], index.entered[rows], index.touched[rows] = [5, 1], [0.0, 90.0], [82.0, 95.0]
     asked, fresh = (make_admission(AdmissionConfig(policy="score", threshold=0.1), 16) for _ in range(2))
     assert asked.evicted(index, rows[:0], 100.0, None).tolist() == []
     reasons = asked.evicted(index, rows, 100.0, None)
