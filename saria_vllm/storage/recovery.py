@@ -257,7 +257,7 @@ def _read_header(fd: int, segment: int, expected: Expected) -> fmt.Header:
     if shape is None or shape.record_bytes != header.record_bytes:
         raise FormatError(f"header: group {header.group} with records of {header.record_bytes} bytes is not ours")
     if fmt.segment_cost_bytes(header.record_bytes, header.records_max) > expected.segment_bytes:
-        raise FormatError("header: larger than a segment may be")
+        raise FormatError("header: larger than a segment may be with this ssd_capacity and so many drives")
     size = fmt.data_file_bytes(header.record_bytes, header.records_max)
     if os.fstat(fd).st_size != size:
         raise FormatError(f"file size {os.fstat(fd).st_size}, not {size}")
