@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[Callable[[], Cache], str]] = {
         lambda: one_group(full(head_size=4), good().tensors, layer_stride=BLOCKS * PAGE, block_stride=PAGE),
         "a block spans 2048 bytes.*12 blocks of 1024 bytes",
     ),
-    "another device": (lambda: with_tensor(good(), lambda t: t.to("meta")), "KV cache on meta: only CPU"),
+    "another device": (lambda: with_tensor(good(), lambda t: t.to("meta")), "KV cache on meta: only CPUs"),
     "a layer that is not registered": (lambda: Cache(good().config, {}), "layer l0 has no KV cache tensor of its own"),
     "a layer that is not described": (
         lambda: changed(good(), layers=["l0", "l1", "other"]),
@@ -479,7 +479,7 @@ def test_b01_the_worker_submits_stores_after_the_forward_only(tmp_path: Path, co
     rig = Rig(tmp_path)
     worker = object.__new__(WorkerSide)
     worker._executor, worker._results, worker.counts = rig.executor, [], {}
-    worker._rank = 0
+    worker._rank, worker._on_device = 0, []
     ended: set[int] = set()
     try:
         for step in range(1, 501):

@@ -6,6 +6,7 @@ refused.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 
 from saria_vllm import _native
+from saria_vllm.engine.device_pages import DevicePages, Layer
 from saria_vllm.errors import ConfigError, LayoutError
 from saria_vllm.types import GroupShape
 
 CHUNK_BYTES_MIN = 1 << 20
 CHUNK_TOKENS_MAX = 256
+
+UNPROVED = "SARIA_UNPROVED_GPU"
 
 
 def served_groups(kv_cache_config: KVCacheConfig) -> list[int]:
@@ -90,7 +94,7 @@ def group_shapes(kv_cache_config: KVCacheConfig, groups: list[int], chunk_tokens
 
 def page_maps(
     kv_cache_config: KVCacheConfig, groups: list[int], kv_caches: Mapping[str, torch.Tensor]
-) -> dict[int, _native.PageMap]:
+) -> dict[int, _native.PageMap | DevicePages]:
     """Pages of each served group, after checking every registered tensor against vLLM's own description.
 
     Raises:
@@ -100,9 +104,9 @@ def page_maps(
     for tensor in kv_cache_config.kv_cache_tensors:
         for number, layer in enumerate(tensor.layers):
             places[layer] = (tensor.offset + number * tensor.layer_stride, tensor.block_stride, tensor.size)
-    maps = {}
+    maps: dict[int, _native.PageMap | DevicePages] = {}
     for number, group in enumerate(groups):
-        bases, strides, sizes = [], [], []
+        layers = []
         for layer, spec in _layer_specs(kv_cache_config.kv_cache_groups[group]).items():
             if layer not in places or layer not in kv_caches:
                 raise LayoutError(f"layer {layer} has no KV cache tensor of its own")
@@ -110,9 +114,12 @@ def page_maps(
             _check_tensor(
                 layer, kv_caches[layer], kv_cache_config.num_blocks, offset, block_stride, spec.page_size_bytes
             )
-            bases.append(kv_caches[layer].untyped_storage().data_ptr() + offset)
-            strides.append(block_stride)
-            sizes.append(spec.page_size_bytes)
+            layers.append(Layer(kv_caches[layer], offset, block_stride, spec.page_size_bytes))
+        if layers[0].tensor.device.type == "cuda":
+            maps[number] = DevicePages(layers, kv_cache_config.num_blocks)
+            continue
+        bases = [layer.tensor.untyped_storage().data_ptr() + layer.offset for layer in layers]
+        strides, sizes = [layer.stride for layer in layers], [layer.page_bytes for layer in layers]
         maps[number] = _native.PageMap(bases, strides, sizes, kv_cache_config.num_blocks)
     return maps
 
@@ -125,8 +132,12 @@ def _check_tensor(layer: str, tensor: Any, num_blocks: int, offset: int, block_s
 
     if not isinstance(tensor, torch.Tensor):
         raise refuse(f"a {type(tensor).__name__}, not one tensor")
-    if tensor.device.type != "cpu":
-        raise LayoutError(f"KV cache on {tensor.device}: only CPU is supported until the GPU executor is built")
+    unproved = tensor.device.type == "cuda" and os.environ.get(UNPROVED) == "1"
+    if tensor.device.type != "cpu" and not unproved:
+        raise LayoutError(
+            f"KV cache on {tensor.device}: only CPUs are served so far. The copies for GPUs are written and have not "
+            f"run on one: {UNPROVED}=1 in the environment tries them"
+        )
     item = tensor.element_size()
     kernel_blocks, rest = divmod(tensor.shape[0] if tensor.dim() else 0, num_blocks)
     found = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {num_blocks} blocks of {page_bytes} bytes"

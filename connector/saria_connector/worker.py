@@ -14,9 +14,11 @@ from saria_connector import layout
 from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
 from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig
+from saria_vllm.engine.device_pages import DevicePages, pin, round_trip
 from saria_vllm.engine.executor import Executor
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
+from saria_vllm.errors import LayoutError
 from saria_vllm.metrics import Counts, count
 from saria_vllm.storage.namespace import store_id
 from saria_vllm.types import JobResult
@@ -35,6 +37,8 @@ class WorkerSide:
         identity = f"{vllm_config.kv_transfer_config.engine_id} {config!r}"
         self._pool_name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
         self._executor: Executor | None = None
+        self._on_device: list[DevicePages] = []
+        """Where the KV cache is on a GPU."""
         self._results: list[JobResult] = []
         self.counts: Counts = {}
 
@@ -44,6 +48,9 @@ class WorkerSide:
         if self._config.ssd_paths:
             open_engine(self._config.ssd_engine, 2)[0].close()  # A configured engine that cannot work is an error now.
         pool = DramPool(self._pool_name, sizing.dram_bytes, self._rank % sizing.ranks, sizing.ranks, sizing.slab_bytes)
+        self._on_device = [pages for pages in maps.values() if isinstance(pages, DevicePages)]
+        if self._on_device:
+            self._prepare_device(pool)
         self._executor = Executor(
             pool,
             maps,
@@ -53,10 +60,22 @@ class WorkerSide:
             cpus=self._config.io_cpus,
         )
 
+    def _prepare_device(self, pool: DramPool) -> None:
+        """Pin the pool, and see that copies work, before there is anything to lose."""
+        logger.warning("SARIA: a KV cache on a GPU: this has not been proved. Compare answers before you rely on it")
+        if not pin(pool.base, pool.region_bytes):
+            logger.warning("SARIA: CUDA does not pin the DRAM tier: copies are slower")
+        for pages, shape in zip(self._on_device, self._sizing.shapes, strict=True):
+            blocks = range(1, min(1 + shape.blocks_per_chunk, self._kv_cache_config.num_blocks))
+            if not round_trip(pages, list(blocks), pool.base):
+                raise LayoutError("a record copied to the KV cache and back came back as another")
+
     def start(self, metadata: SariaMetadata) -> bool:
         """Submit everything of this step but the stores. What is handed on leaves the metadata."""
         executor = self._executor
         assert executor is not None
+        for pages in self._on_device if metadata.loads else ():
+            pages.fence(stores=False)
         executor.set_generation(metadata.generation)
         if metadata.open_ssd is not None:
             rank_id = store_id(metadata.namespace, metadata.engine_index, self._rank)
@@ -76,6 +95,8 @@ class WorkerSide:
     def store(self, metadata: SariaMetadata) -> bool:
         """Submit the stores: after the forward, when their blocks have their final bytes."""
         assert self._executor is not None
+        for pages in self._on_device if metadata.stores else ():
+            pages.fence(stores=True)
         metadata.stores.reverse()
         while metadata.stores:
             self._executor.submit_store(metadata.stores[-1])

@@ -33,10 +33,14 @@ def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
     wait_for(lambda: holdings() == before, 10)
 
 
-@pytest.fixture(params=["posix", "io_uring"])
+@pytest.fixture(params=["posix", "io_uring", "io_uring to a device"])
 def rig(request: pytest.FixtureRequest, make_rig: MakeRig) -> Iterator[Rig]:
-    """One with an open SSD tier. Every job must have ended exactly once, and every buffer be back."""
-    opened = (rig := make_rig(engine=request.param)).open()
+    """One with an open SSD tier. Every job must have ended exactly once, and every buffer be back. The device is the
+    CPU, reached as one."""
+    engine, _, on_device = request.param.partition(" to a ")
+    if on_device:
+        pytest.importorskip("torch", reason="torch is not installed")
+    opened = (rig := make_rig(engine=engine, on_device=bool(on_device))).open()
     assert (len(opened.found), opened.next_segment, opened.problem) == (0, 0, "")
     yield rig
     rig.poll()

@@ -82,6 +82,15 @@ class Hbm:
         bases = [layer.ctypes.data for layer in self.layers]
         self.map = _native.PageMap(bases, page_bytes, page_bytes, blocks)
 
+    def device_pages(self) -> Any:
+        """The same pages, as a device's."""
+        import torch
+
+        from saria_vllm.engine.device_pages import DevicePages, Layer
+
+        layers = [(torch.from_numpy(layer.reshape(-1)), 0, layer.shape[1], layer.shape[1]) for layer in self.layers]
+        return DevicePages([Layer(*layer) for layer in layers], len(self.layers[0]))
+
     def write(self, blocks: Sequence[int], data: bytes) -> None:
         """Cut `data` over the pages in a record's order: by block, then by layer."""
         assert len(data) == len(blocks) * self.block_bytes
@@ -235,13 +244,17 @@ class Rig:
     slabs: int = SLABS
     page_maps: Mapping[int, _native.PageMap] | None = None
     """Pages that are not of `pages`."""
+    on_device: bool = False
+    """Whether pages are copied as those of a GPU are."""
     directories: Sequence[Path] = ()
     """Engine directories that are not `directory`/drive<n>."""
     store_id: bytes = STORE_ID
 
     def __post_init__(self) -> None:
         self.hbm = {group: Hbm(pages, self.blocks) for group, pages in self.pages.items()}
-        maps = self.page_maps or {group: hbm.map for group, hbm in self.hbm.items()}
+        maps = self.page_maps or {
+            group: hbm.device_pages() if self.on_device else hbm.map for group, hbm in self.hbm.items()
+        }
         self.maps = {group: FaultyMap(page_map) for group, page_map in maps.items()}
         self.pool = DramPool(f"t{os.getpid()}-{next(_numbers)}", self.slabs * SLAB_BYTES, 0, 1, SLAB_BYTES)
         self.engines: list[FaultyEngine] = []

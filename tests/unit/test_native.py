@@ -1,4 +1,5 @@
-"""PageMap copies exactly the bytes of the block list, and verifies what it copies. (Uring: test_ssd_engines.py.)"""
+"""PageMap, and DevicePages on tensors of the CPU, copy exactly the bytes of the block list, and verify what they copy.
+(Uring: test_ssd_engines.py.)"""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,13 @@ from numpy.typing import NDArray
 
 from saria_vllm import _native
 from saria_vllm.types import NULL_BLOCK, align_up
+
+try:
+    import torch
+
+    from saria_vllm.engine.device_pages import DevicePages, Layer
+except ImportError:
+    torch = None  # type: ignore[assignment]
 
 Bytes = NDArray[np.uint8]
 
@@ -30,6 +39,9 @@ def randoms(nbytes: int, seed: int) -> Bytes:
 class Cache:
     """A KV cache of `blocks` blocks and layers of `page_bytes`, block-major or layer-major, with gaps between pages."""
 
+    on_device = False
+    """Whether it is copied as a device's memory is: on the CPU here."""
+
     def __init__(self, blocks: int, page_bytes: list[int], block_major: bool, seed: int = 0) -> None:
         self.page_bytes = page_bytes
         gap = 24
@@ -44,7 +56,12 @@ class Cache:
         self.starts, self.strides = starts, strides
         self.memory = randoms(total, seed)
         bases = [address(self.memory) + start for start in starts]
-        self.map = _native.PageMap(bases, strides, page_bytes, blocks)
+        if self.on_device:
+            whole = torch.from_numpy(self.memory)
+            places = zip(starts, strides, page_bytes, strict=True)
+            self.map: Any = DevicePages([Layer(whole, *place) for place in places], blocks)
+        else:
+            self.map = _native.PageMap(bases, strides, page_bytes, blocks)
 
     def page(self, block: int, layer: int) -> Bytes:
         start = self.starts[layer] + block * self.strides[layer]
@@ -52,6 +69,13 @@ class Cache:
 
     def record(self, blocks: list[int]) -> Bytes:
         return np.concatenate([self.page(b, layer) for b in blocks for layer in range(len(self.page_bytes))])
+
+
+@pytest.fixture(autouse=True, params=["PageMap", "DevicePages"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "DevicePages" and torch is None:
+        pytest.skip("torch is not installed")
+    monkeypatch.setattr(Cache, "on_device", request.param == "DevicePages")
 
 
 SHAPES = [[4096], [64, 64], [65536, 65536], [100, 4096, 7], [5000, 3, 12288], [1 << 20]]
@@ -121,11 +145,11 @@ def test_store_then_load_moves_blocks() -> None:
 Copy = Callable[[_native.PageMap, int, list[int]], object]
 GATHERS: list[Copy] = [
     lambda m, at, ids: m.gather(at, ids),
-    lambda m, at, ids: m.gather_many([at, at], [[0], ids]),
+    lambda m, at, ids: m.gather_many([at, at], [[0, 1], ids]),
 ]
 SCATTERS: list[Copy] = [
     lambda m, at, ids: m.scatter(at, ids),
-    lambda m, at, ids: m.scatter_many([at, at], [[0], ids]),
+    lambda m, at, ids: m.scatter_many([at, at], [[0, 1], ids]),
     lambda m, at, ids: m.scatter_verify(at, 8192, 0, ids),
 ]
 
@@ -266,3 +290,45 @@ def test_a_process_ends_well_while_a_daemon_thread_is_in_native_code() -> None:
     """As a check of `saria doctor` that is left behind, or an SSD thread whose drive hangs at a shutdown."""
     ended = subprocess.run([sys.executable, "-c", ENDS_IN_NATIVE_CODE], capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_neighbours_cross_the_link_in_one_copy_and_like_layers_are_spread_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device_pages = pytest.importorskip("saria_vllm.engine.device_pages", reason="torch is not installed")
+    monkeypatch.setattr(Cache, "on_device", True)
+
+    copies: list[int] = []
+
+    def counted(addr: int, nbytes: int) -> Any:
+        copies.append(nbytes)
+        return host_bytes(addr, nbytes)
+
+    host_bytes = device_pages._host_bytes
+    monkeypatch.setattr(device_pages, "_host_bytes", counted)
+    cache = Cache(8, [4096] * 6, block_major=False, seed=1)
+    assert len(cache.map._runs) == 1
+    slots, size = randoms(5 * 24576, seed=2), 24576
+    places = [address(slots) + size * cell for cell in (0, 1, 2, 4)]
+    cache.map.scatter_many(places, [[0], [1], [2], [7]])
+    assert copies == [3 * size, size]
+    for block, cell in enumerate((0, 1, 2)):
+        assert (cache.record([block]) == slots[cell * size : (cell + 1) * size]).all()
+    back = randoms(5 * size, seed=3)
+    cache.map.gather_many([address(back) + size * cell for cell in (0, 1, 2, 4)], [[0], [1], [2], [7]])
+    assert copies[2:] == [3 * size, size]
+    assert (back[: 3 * size] == slots[: 3 * size]).all()
+    assert (back[4 * size :] == slots[4 * size :]).all()
+
+
+def test_a_round_trip_tells_whether_copies_work_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    device_pages = pytest.importorskip("saria_vllm.engine.device_pages", reason="torch is not installed")
+    monkeypatch.setattr(Cache, "on_device", True)
+    cache, room = Cache(6, [100, 4096], block_major=True), randoms(3 * align_up(2 * 4196), seed=1)
+    before = cache.memory.copy()
+    assert device_pages.round_trip(cache.map, [4, 1], address(room))
+    assert (cache.memory == before).all()
+    for broken in ("scatter", "gather"):
+        with monkeypatch.context() as patched:
+            patched.setattr(cache.map, broken, lambda place, blocks: None)
+            assert not device_pages.round_trip(cache.map, [4, 1], address(room))
