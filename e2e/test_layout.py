@@ -479,7 +479,7 @@ def test_b01_the_worker_submits_stores_after_the_forward_only(tmp_path: Path, co
     rig = Rig(tmp_path)
     worker = object.__new__(WorkerSide)
     worker._executor, worker._results, worker.counts = rig.executor, [], {}
-    worker._rank, worker._on_device = 0, []
+    worker._rank = 0
     ended: set[int] = set()
     try:
         for step in range(1, 501):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ logger = logging.getLogger("vllm.saria")
 class WorkerSide:
     """See `SariaConnector` for when vLLM calls what."""
 
+    _on_device: Sequence[DevicePages] = ()
+    """Where the KV cache is on a GPU."""
+
     def __init__(self, vllm_config: Any, kv_cache_config: KVCacheConfig, config: SariaConfig) -> None:
         self._config, self._kv_cache_config = config, kv_cache_config
         self._sizing = Sizing.of(vllm_config, kv_cache_config, config)
@@ -37,8 +41,6 @@ class WorkerSide:
         identity = f"{vllm_config.kv_transfer_config.engine_id} {config!r}"
         self._pool_name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
         self._executor: Executor | None = None
-        self._on_device: list[DevicePages] = []
-        """Where the KV cache is on a GPU."""
         self._results: list[JobResult] = []
         self.counts: Counts = {}
 

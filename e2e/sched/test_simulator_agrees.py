@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from harness import Engine, prompt
+from saria_connector import wear
 from saria_vllm.config import AdmissionConfig, SariaConfig
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.endurance import Governor
@@ -94,10 +97,14 @@ def agents(seed: int, turns: int, choices: list[int], longest: int) -> list[tupl
     ],
 )
 @pytest.mark.parametrize("seed", [1, 2])
-def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, policy: str, seed: int) -> None:
+def test_simulator_and_connector_count_the_same(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, seed: int
+) -> None:
     policy, _, extra = policy.partition(" with ")
     hinted, again = extra == "hints", extra == "second chances"
     budget = extra == "a budget"
+    # The hour says how much of a day's budget is due.
+    monkeypatch.setattr(wear, "time", SimpleNamespace(time=lambda: 6 * 3600.0, monotonic=time.monotonic))
     settings = {"policy": policy, "second_chance": 0.5 if again else 0.1}
     admission = SariaConfig.from_extra({"dram_capacity": "1GiB", "admission": settings}).admission
     engine = make(

@@ -167,12 +167,12 @@ def test_kvikio_has_one_thread_unless_told(module: types.SimpleNamespace, monkey
 def test_without_a_gpu_kvikio_is_refused_and_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvikio, "has_device", lambda: False)
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    with pytest.raises(ConfigError, match=r"ssd_engine.*kvikio.*no GPU answers.*posix"):
+    with pytest.raises(ConfigError, match=r"ssd_engine.*kvikio.*no GPU answers.*auto"):
         open_engine("kvikio", 4)
 
 
 def test_kvikio_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvikio, "has_device", lambda: True)
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    with pytest.raises(ConfigError, match=r"cannot be imported.*pip install 'saria-vllm\[kvikio\]'"):
+    with pytest.raises(ConfigError, match=r"cannot be imported.*pip install kvikio-cu13"):
         open_engine("kvikio", 4)

@@ -145,7 +145,7 @@ def test_handles_of_failed_transfers_stay_a_while(
 
 def test_without_nixl_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(ConfigError, match=r"ssd_engine: \"nixl\": NIXL cannot be imported.*saria-vllm\[nixl\].*posix"):
+    with pytest.raises(ConfigError, match=r"ssd_engine: \"nixl\": NIXL cannot be imported.*nixl>=1.5.*auto"):
         open_engine("nixl", 2)
 
 
@@ -196,7 +196,7 @@ def test_versions_before_1_5_0_are_refused(
 def test_a_nixl_that_fails_its_test_is_refused(double: NixlDouble, fault: dict[str, Any], problem: str) -> None:
     for name, value in fault.items():
         setattr(double, name, value)
-    with pytest.raises(ConfigError, match=f"POSIX over io_uring: .*{problem}.*; POSIX over libaio: .*{problem}.*posix"):
+    with pytest.raises(ConfigError, match=f"POSIX over io_uring: .*{problem}.*; POSIX over libaio: .*{problem}.*auto"):
         open_engine("nixl", 2)
     assert double.ended == len(double.agents) == 2
     assert double.released_in_flight == 0

@@ -276,14 +276,14 @@ def test_score_survives_an_eviction_of_nothing_new() -> None:
 
 
 def test_score_wants_reuse_that_outlives_dram() -> None:
-    tiers = make_tiers(admission=AdmissionConfig(policy="score", threshold=0.01))
+    tiers = make_tiers(admission=AdmissionConfig(policy="score", threshold=0.3))
     turn(tiers, [b"a", b"b"], 0.0)
     index = tiers.chunks.index
     index.reuses[index.find(0, [b"a"])] = 1
     assert keys_of(evict_all(tiers, now=100.0)) == []
     turn(tiers, [b"a", b"b"], 200.0)
-    index.touched[index.find(0, [b"a"])] = 1000.0
-    assert keys_of(evict_all(tiers, now=1001.0)) == [b"a"], "one reuse in 800 s, longer than DRAM keeps it"
+    index.touched[index.find(0, [b"a"])] = 290.0
+    assert keys_of(evict_all(tiers, now=300.0)) == [b"a"], "two reuses in 300 s, and DRAM keeps it for 100"
     assert reasons(tiers) == {"score_low": 3, "score_high": 1}
 
 
