@@ -42,14 +42,14 @@ class Promoting:
         self._pool = block_pool
 
     def add(self, prefix: Prefix, first: int, blocks: list[Ints], chunks_max: int, now: float) -> int:
-        """Hold the blocks of chunks from `first` on that are on SSD only, of so many of them at most. Returns where it
-        ended.
+        """Hold the blocks of chunks from `first` on that DRAM does not have, of so many of them at most. Returns where
+        it ended.
 
         Args:
             blocks: by group, of all the chunks in question; they hold their bytes.
         """
         end = first + len(blocks[0])
-        wanted = np.logical_or.reduce(self._tiers.on_ssd_only(prefix, first, end)).nonzero()[0]
+        wanted = np.logical_or.reduce(self._tiers.not_in_dram(prefix, first, end)).nonzero()[0]
         if len(wanted) > chunks_max:
             end = first + int(wanted[chunks_max])
             wanted = wanted[:chunks_max]
@@ -66,7 +66,7 @@ class Promoting:
         if not self.waiting:
             return []
         one = self.waiting[0]
-        return [int(mask.sum()) for mask in self._tiers.on_ssd_only(one.prefix, one.first, one.end)]
+        return [int(mask.sum()) for mask in self._tiers.not_in_dram(one.prefix, one.first, one.end)]
 
     def plan(self, now: float) -> Iterator[StoreJob]:
         """Jobs for which there are slots now; their blocks are held here until the next job is asked for."""
@@ -96,5 +96,5 @@ class Promoting:
 
 def count_unpromoted(tiers: Tiers, prefix: Prefix, first: int, end: int, reason: str) -> None:
     """What of chunks first..end was to be promoted and will not be."""
-    left = sum(int(mask.sum()) for mask in tiers.on_ssd_only(prefix, first, end))
+    left = sum(int(mask.sum()) for mask in tiers.not_in_dram(prefix, first, end))
     count(tiers.chunks.counts, "unpromoted_chunks", left, reason)

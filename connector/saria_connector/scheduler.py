@@ -233,7 +233,6 @@ class SchedulerSide:
         """vLLM allocated blocks for a hit that was offered; with `external` 0 there is nothing to load."""
         state = self._state(request)
         state.scheduled, state.retried, state.wait_until, state.due_tokens = False, False, 0.0, 0
-        state.promoted = state.promote_end = 0
         self._quiet_tokens = 0
         if not state.arrived:
             state.arrived = True

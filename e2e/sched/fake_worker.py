@@ -302,7 +302,8 @@ class Worker:
     def _report(self) -> KVConnectorOutput:
         metadata = None
         if self._results or self._reports:
-            metadata = self.engine.wrap(SariaWorkerMetadata(self._results, self._reports, self.moved, self.ingress_bytes_s))
+            rates = self.moved, self.ingress_bytes_s
+            metadata = self.engine.wrap(SariaWorkerMetadata(self._results, self._reports, *rates))
             self.moved = []
         output = KVConnectorOutput(
             finished_recving=(self._received | self.other_received) or None,

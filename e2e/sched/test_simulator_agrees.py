@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness import Engine, prompt
-from saria_vllm.config import AdmissionConfig, SariaConfig
+from saria_vllm.config import SariaConfig
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.endurance import Governor
 from saria_vllm.policy.extents import ExtentAllocator
@@ -59,7 +59,7 @@ def simulator_like(engine: Engine, config: SariaConfig) -> Simulator:
 
 def agents(seed: int, turns: int, choices: list[int], longest: int) -> list[tuple[list[int], Hints]]:
     """Prompts of agents that take turns, grow, branch off now and then, and start again as another session; and what
-    they say of them. Agents are drawn from `choices`."""
+    they say of them. Agents are drawn from `choices`. An answer of 6 tokens completes no chunk."""
     rng = random.Random(seed)
     prompts, sessions, contexts = (
         [],
@@ -74,7 +74,7 @@ def agents(seed: int, turns: int, choices: list[int], longest: int) -> list[tupl
         context = context + prompt(rng.randrange(10, 90), seed=100 + turn)
         ends = len(context) > longest
         contexts[agent] = prompt(50, seed=agent) if ends else context
-        prompts.append((context[: len(context) - (len(context) % 16 == 0)], Hints(sessions[agent], ends)))
+        prompts.append((context[: len(context) - max(0, (len(context) - 1) % 16 - 9)], Hints(sessions[agent], ends)))
         sessions[agent] += "'" * ends
     return prompts
 
@@ -130,7 +130,7 @@ def test_simulator_and_connector_count_the_same(make: Make, tmp_path: Path, poli
         engine.now += 900.0 if budget else 30.0
         engine.flush_hbm()
         hints = hints if hinted else NO_HINTS
-        engine.serve(f"r{number}", tokens, params={"saria": hints._asdict()} if hinted else None)
+        engine.serve(f"r{number}", tokens, 6, params={"saria": hints._asdict()} if hinted else None)
         engine.run()
         engine._report_rest()
         keys = engine.keys(engine.requests[f"r{number}"])[: len(tokens) // engine.chunk_tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -87,12 +88,19 @@ class Evictor:
 
     def make_room(self, now: float, promotions: Sequence[int]) -> list[PersistJob]:
         """See `Tiers.make_room`."""
-        if not self._wanted and not any(promotions) and self._enough_at == self._chunks.slots.takes:
-            return []
-        persists = self._persist_wanted(now) if self._wanted else []
-        more = promotions or [0] * len(self.headroom)
-        free = [kept + group for kept, group in zip(self.headroom, more, strict=True)]
-        while (rows := self._victims(free)).size:
+        persists: list[PersistJob] = []
+        if self._wanted or self._enough_at != self._chunks.slots.takes:
+            persists = self._persist_wanted(now) if self._wanted else []
+            persists += self._free(self.headroom, now)
+        # What stores need comes first, also on the way to SSD.
+        if any(promotions) and self._chunks.slots.slabs_short(self.headroom) <= 0:
+            persists += self._free([*map(operator.add, self.headroom, promotions)], now)
+        return persists
+
+    def _free(self, wanted: Sequence[int], now: float) -> list[PersistJob]:
+        """Evict until so many slots are free, by group, or on their way."""
+        persists = []
+        while (rows := self._victims(wanted)).size:
             jobs, went_on = self._evict(rows, now)
             persists += jobs
             if not went_on:

@@ -217,8 +217,8 @@ class Tiers:
         """
         index, slots, headroom = self.chunks.index, self.chunks.slots, self.evictor.headroom
         ssd_only = np.zeros(end, np.bool_)
-        for rows, mask in zip(index.locate(prefix, 0, end), self.on_ssd_only(prefix, 0, end), strict=True):
-            ssd_only |= mask & (index.again[rows] == 0)  # Those with a second chance are stored.
+        for rows in index.locate(prefix, 0, end):  # Those with a second chance are stored.
+            ssd_only |= (index.dram[rows] == NONE) & (index.ssd[rows] == VALID) & (index.again[rows] == 0) & (rows >= 0)
         found = ssd_only.nonzero()[0]
         others = len(prefix.keys) - len(found)
         room = min(slots.total(group) - kept for group, kept in enumerate(headroom)) - others
@@ -227,23 +227,20 @@ class Tiers:
         found = found[found >= first][:promote]
         return int(found[-1]) + 1 if found.size else first
 
-    def on_ssd_only(self, prefix: Prefix, first: int, end: int) -> list[Mask]:
-        """By group: which of chunks first..end are on SSD and not in DRAM."""
-        index = self.chunks.index
-        return [
-            (rows >= 0) & (index.dram[rows] == NONE) & (index.ssd[rows] == VALID)
-            for rows in index.locate(prefix, first, end)
-        ]
+    def not_in_dram(self, prefix: Prefix, first: int, end: int) -> list[Mask]:
+        """By group: which of chunks first..end are to be promoted still. One may have left SSD since it was loaded."""
+        dram = self.chunks.index.dram
+        return [(rows < 0) | (dram[rows] == NONE) for rows in self.chunks.index.locate(prefix, first, end)]
 
     def plan_promote(
         self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
     ) -> tuple[StoreJob | None, int]:
-        """Copy chunks first..end that are on SSD only back to DRAM, as far as there are slots beyond the headroom,
+        """Copy chunks first..end that DRAM does not have back to it, as far as there are slots beyond the headroom,
         which is for stores; returns as `plan_store`.
 
         Their blocks must hold their bytes: they were just loaded.
         """
-        absent = self.on_ssd_only(prefix, first, end)
+        absent = self.not_in_dram(prefix, first, end)
         return self._plan_copies("promote", prefix, first, absent, blocks, now, self.evictor.headroom)
 
     def _plan_copies(

@@ -219,7 +219,7 @@ class Simulator:
 
     def _promote(self, prefix: Prefix, end: int, time_s: float) -> None:
         """Copy to DRAM what only SSD has of the first `end` chunks. All of it is in HBM now, loaded or computed."""
-        self._make_room(time_s, [int(mask.sum()) for mask in self.tiers.on_ssd_only(prefix, 0, end)])
+        self._make_room(time_s, [int(mask.sum()) for mask in self.tiers.not_in_dram(prefix, 0, end)])
         job, _ = self.tiers.plan_promote(prefix, 0, end, [_blocks(end)], time_s)
         if job is not None:
             self.tiers.finished([JobResult(job.job_id)], time_s)
