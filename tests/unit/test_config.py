@@ -70,8 +70,7 @@ def test_everything_set() -> None:
             "endurance": {"target_dwpd": 2, "rated_capacity": "30TB", "hard_cap_dwpd": 2.5},
             "promotion": 0.25,
             "ssd_engine": "posix",
-            "io_threads": 4,
-            "io_cpus": [0],
+            **{"io_threads": 4, "io_cpus": [0]},
             "trace_record": "/mnt//x/../trace.jsonl",
             "namespace": "blue",
         }
