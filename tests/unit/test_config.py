@@ -70,7 +70,8 @@ def test_everything_set() -> None:
             "endurance": {"target_dwpd": 2, "rated_capacity": "30TB", "hard_cap_dwpd": 2.5},
             "promotion": 0.25,
             "ssd_engine": "posix",
-            **{"io_threads": 4, "io_cpus": [0]},
+            "io_threads": 4,
+            "io_cpus": [0],
             "trace_record": "/mnt//x/../trace.jsonl",
             "namespace": "blue",
         }
@@ -80,8 +81,7 @@ def test_everything_set() -> None:
     assert config.admission == AdmissionConfig("saria", 3, 4, ghosts_max=10)
     assert config.endurance == EnduranceConfig(2.0, 30 * 10**12, 2.5)
     assert (config.chunk_tokens, config.ssd_engine, config.io_threads) == (256, "posix", 4)
-    assert config.promotion == 0.25 and "promotion=0.25" in config.describe()
-    assert (config.io_cpus, config.namespace) == ((0,), "blue")
+    assert (config.io_cpus, config.namespace, config.promotion) == ((0,), "blue", 0.25)
     assert config.trace_record == "/mnt/trace.jsonl"
     assert "trace_record=/mnt/trace.jsonl" in config.describe()
 
@@ -111,7 +111,7 @@ def test_the_given_mapping_is_not_changed() -> None:
 def test_effective_values_are_one_line_with_totals_and_absolute_paths() -> None:
     line = SariaConfig.from_extra({**WITH_SSD, "ssd_paths": ["/mnt//nvme0/x/../saria/"]}).describe()
     assert "\n" not in line
-    for part in ("dram_capacity=1.00GiB", "ssd_capacity=2.00TiB", "/mnt/nvme0/saria", "chunk_tokens=auto", "saria"):
+    for part in ("dram_capacity=1.00GiB", "ssd_capacity=2.00TiB", "/mnt/nvme0/saria", "chunk_tokens=auto", "promotion=auto"):
         assert part in line
     assert "endurance=(0.75 DWPD, at most 1, of the drives' size)" in line
     rated = SariaConfig.from_extra({**WITH_SSD, "endurance": {"rated_capacity": "3TiB"}}).describe()
