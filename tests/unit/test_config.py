@@ -111,8 +111,8 @@ def test_the_given_mapping_is_not_changed() -> None:
 def test_effective_values_are_one_line_with_totals_and_absolute_paths() -> None:
     line = SariaConfig.from_extra({**WITH_SSD, "ssd_paths": ["/mnt//nvme0/x/../saria/"]}).describe()
     assert "\n" not in line
-    for part in ("dram_capacity=1.00GiB", "ssd_capacity=2.00TiB", "/mnt/nvme0/saria", "chunk_tokens=auto", "promotion=auto"):
-        assert part in line
+    parts = ("dram_capacity=1.00GiB", "ssd_capacity=2.00TiB", "/mnt/nvme0/saria", "chunk_tokens=auto", "promotion=auto")
+    assert [part for part in parts if part not in line] == []
     assert "endurance=(0.75 DWPD, at most 1, of the drives' size)" in line
     rated = SariaConfig.from_extra({**WITH_SSD, "endurance": {"rated_capacity": "3TiB"}}).describe()
     assert "of 3.00TiB" in rated
