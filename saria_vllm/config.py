@@ -28,6 +28,10 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*")
 AdmissionPolicy = Literal["return", "saria", "score", "full_duplicate", "dram_only"]
 SsdEngineName = Literal["auto", "io_uring", "io_uring_sqpoll", "posix", "nixl", "kvikio"]
 
+PromotionMode = float | Literal["auto"]
+"""A share from 0 to 1 of a prefix that belongs in DRAM, or the one with which both tiers end together, less under
+pressure."""
+
 SSD_PATHS_MAX = 64
 
 PATH_BYTES_MAX = 3900
@@ -47,6 +51,7 @@ _RANGES = {
 DWPD_RANGE = (0.001, 100.0)
 
 _ACCEPTED = {
+    "promotion": '"auto" or a number from 0 to 1',
     "ssd_engine": f"one of {', '.join(get_args(SsdEngineName))}",
     "io_cpus": "a list of CPU numbers",
     "namespace": "a string that UTF-8 can encode",
@@ -130,6 +135,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admission: AdmissionConfig = AdmissionConfig()
     endurance: EnduranceConfig | None = EnduranceConfig()
     """None means "off": no bound on what is written."""
+    promotion: PromotionMode = "auto"
+    """How much of a prefix that was loaded from SSD belongs in DRAM afterwards."""
     ssd_engine: SsdEngineName = "auto"
     io_threads: int = 0
     """SSD threads per drive; 0 means automatic."""
@@ -194,6 +201,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         share = self.admission.second_chance
         if not 0 <= share <= 1:
             raise ConfigError(f"admission.second_chance: {share} is not {_ACCEPTED['admission.second_chance']}")
+        if self.promotion != "auto" and not 0 <= self.promotion <= 1:
+            raise ConfigError(f"promotion: {self.promotion} is not {_ACCEPTED['promotion']}")
         for key, (low, high) in _RANGES.items():
             struct: msgspec.Struct = self.admission if key.startswith("admission.") else self
             value = getattr(struct, key.removeprefix("admission."))
@@ -307,7 +316,7 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (
             f"dram_capacity={format_bytes(self.dram_capacity)} {ssd} "
             f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} endurance=({endurance}) "
-            f"ssd_engine={self.ssd_engine} "
+            f"promotion={self.promotion} ssd_engine={self.ssd_engine} "
             f"io_threads={self.io_threads or 'auto'} io_cpus={list(self.io_cpus) or 'auto'} "
             f"trace_record={self.trace_record or 'off'} namespace={self.namespace!r}"
         )

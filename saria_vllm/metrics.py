@@ -20,6 +20,8 @@ DRIVE_ERRORS = ("read_failed", "checksum", "write_failed", "disk_full", "vanishe
 """Those of them that a drive is to blame for."""
 DROP_REASONS = ("no_slot", "hold_limit", "persist_queue_full", "ssd_full", "ssd_off", "over_budget", "not_admitted")
 
+UNPROMOTED_REASONS = ("no_slot", "hold_limit", "too_late", "other")
+
 COUNTERS: dict[str, Metric] = {
     "hit_tokens": Metric("Prompt tokens loaded into HBM from a tier", "tier", TIERS),
     "load_bytes": Metric("Bytes of chunks read from a tier and copied into HBM, over all ranks", "tier", TIERS),
@@ -27,6 +29,9 @@ COUNTERS: dict[str, Metric] = {
     "load_waits": Metric("Times a request was told to wait for another's load of the same chunk"),
     "stored_chunks": Metric("Chunks copied from HBM into DRAM"),
     "promoted_chunks": Metric("Chunks loaded from SSD and copied from HBM into DRAM"),
+    "unpromoted_chunks": Metric(
+        "Chunks loaded from SSD that were to be copied into DRAM and were not", "reason", UNPROMOTED_REASONS
+    ),
     "store_bytes": Metric("Bytes copied from HBM into DRAM, over all ranks"),
     "evicted_chunks": Metric("Chunks that left DRAM", "outcome", ("persisted", "already_on_ssd", "dropped")),
     "admission": Metric(

@@ -94,7 +94,7 @@ class StorePart(NamedTuple):
 
 
 class StoreJob(NamedTuple):
-    """One request's chunks to store. All or nothing: a job whose copy failed stored nothing."""
+    """One request's chunks to store or to promote. All or nothing: a job whose copy failed stored nothing."""
 
     job_id: int
     parts: tuple[StorePart, ...]
@@ -215,13 +215,13 @@ class PersistJob(NamedTuple):
 
 
 class JobResult(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a store, load or persist job on one rank."""
+    """The end of a store, promote, load or persist job on one rank."""
 
     job_id: int
     failed: tuple[int, ...] = ()
     """Positions of failed items in the job; empty when all went well."""
     reason: str = ""
-    """Why the first of them failed: a label of `metrics.ERROR_REASONS`."""
+    """Why the first of them failed: a label of `metrics.ERROR_REASONS`, or of `UNPROMOTED_REASONS`."""
 
 
 class Moved(NamedTuple):

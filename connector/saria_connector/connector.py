@@ -157,7 +157,8 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, SariaWorkerMetadata):
             for result in metadata.results:
                 self._scheduler.release_blocks(result)
-            self._guard(None, self._scheduler.jobs_ended, metadata.results, metadata.moved)
+            rates = metadata.moved, metadata.ingress_bytes_s
+            self._guard(None, self._scheduler.jobs_ended, metadata.results, *rates)
             self._guard(None, self._scheduler.ssd.opened, metadata.opened)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

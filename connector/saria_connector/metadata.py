@@ -21,6 +21,7 @@ class SariaMetadata(KVConnectorMetadata):
     refused: list[LoadJob] = field(default_factory=list)
     """Loads to report as failed without touching a byte."""
     stores: list[StoreJob] = field(default_factory=list)
+    promotions: list[StoreJob] = field(default_factory=list)
     persists: list[PersistJob] = field(default_factory=list)
     retired: list[tuple[int, int]] = field(default_factory=list)
     """(drive, segment) to unlink before anything is written."""
@@ -33,7 +34,15 @@ class SariaWorkerMetadata(KVConnectorWorkerMetadata):
     results: list[JobResult] = field(default_factory=list)
     opened: list[OpenedSsd] = field(default_factory=list)
     moved: list[Moved] = field(default_factory=list)
+    ingress_bytes_s: float = 0.0
+    """At which DRAM reaches HBM on the slowest rank that knows; 0 while none does."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, SariaWorkerMetadata)
-        return SariaWorkerMetadata(self.results + other.results, self.opened + other.opened, self.moved + other.moved)
+        rates = [rate for rate in (self.ingress_bytes_s, other.ingress_bytes_s) if rate]
+        return SariaWorkerMetadata(
+            self.results + other.results,
+            self.opened + other.opened,
+            self.moved + other.moved,
+            min(rates, default=0.0),
+        )

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from saria_connector import compat
 from saria_connector.metadata import SariaMetadata
 from saria_connector.opening import SsdOpening
+from saria_connector.promoting import Promoting, count_unpromoted
 from saria_connector.recording import Recording
 from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig, format_bytes
@@ -23,6 +24,7 @@ from saria_vllm.metrics import Counts, count
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.hints import KEY, parse_hints
 from saria_vllm.policy.index import Prefix
+from saria_vllm.policy.promotion import Promotion
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.types import NULL_BLOCK, Ints, JobResult, LoadJob, Moved, PersistJob, StoreJob
@@ -56,8 +58,8 @@ class RequestState:
     """What we remember of a request between vLLM's calls."""
 
     __slots__ = (
-        "arrived", "asked_computed", "due_tokens", "hints", "hit_end", "load_failures", "no_store", "prefix", "request",
-        "retried", "scheduled", "sources", "stored", "wait_until", "wrong_hints",
+        "arrived", "asked_computed", "due_tokens", "hints", "hit_end", "load_failures", "no_store", "prefix",
+        "promote_end", "promoted", "request", "retried", "scheduled", "sources", "stored", "wait_until", "wrong_hints",
     )  # fmt: skip
 
     def __init__(self, request: Any) -> None:
@@ -72,6 +74,9 @@ class RequestState:
         """Chunks that were reused, from HBM or a tier."""
         self.stored = 0
         """Chunks that need no more looking at for storing."""
+        self.promoted = self.promote_end = 0
+        """Chunks between these were loaded, and are looked at for promotion when the prefill that uses them was
+        submitted."""
         self.due_tokens = 0
         """Computed tokens from which on a step looks at this request: most steps complete no chunk of most requests."""
         self.sources = (0, 0)
@@ -118,15 +123,18 @@ class SchedulerSide:
             headroom=[max(1, min(batch_chunks, slots.total(g) // 4)) for g in range(len(sizing.shapes))],
             persist_bytes_max=min(PERSIST_BYTES_MAX, region // 4),
             ranks=sizing.ranks,
+            promotion=Promotion(config.promotion),
             second_chance=config.admission.second_chance,
         )
         self._requests: dict[str, RequestState] = {}
         self._loads: list[tuple[int, LoadJob]] = []
         """(generation, job) to send with the next step."""
         self._stores: list[StoreJob] = []
+        self._promotions: list[StoreJob] = []
+        self._promoting = Promoting(self.tiers)
         self._persists: list[PersistJob] = []
         self._held: dict[int, Held] = {}
-        """HBM blocks by the store job that still reads them."""
+        """HBM blocks by the store or promotion that still reads them."""
         self._held_blocks = 0
         self._quiet_tokens = 0
         self._looked_at: dict[str, int] = {}
@@ -159,6 +167,7 @@ class SchedulerSide:
 
     def bind_block_pool(self, block_pool: Any) -> None:
         self._block_pool = block_pool
+        self._promoting.bind_block_pool(block_pool)
 
     # Lookup and load.
 
@@ -240,6 +249,7 @@ class SchedulerSide:
             for table in tables
         ]
         state.sources = self.tiers.tier_tokens(state.prefix, first, end)
+        state.promoted, state.promote_end = first, self.tiers.promote_until(state.prefix, first, end, self._clock())
         job = self.tiers.plan_load(request.request_id, state.prefix, first, end, chunks)
         self._loads.append((self.ssd.generation, job))
         return True
@@ -277,7 +287,7 @@ class SchedulerSide:
         self._quiet_tokens -= 1 if decoding else max(scheduled.values(), default=0)
 
     def _look(self, state: RequestState, block_state: Any) -> None:
-        """Store what a request has for it."""
+        """Store and promote what a request has for it."""
         if not state.scheduled:
             # In its first step a hit in HBM may be on blocks that another request of this step has yet to write.
             state.scheduled = True
@@ -291,6 +301,10 @@ class SchedulerSide:
             if tables is not None:
                 self._store(state, confirmed, tables)
         state.due_tokens = (state.stored + 1) * self._chunk_tokens
+        if state.promoted < state.promote_end:
+            state.due_tokens = 0
+            if (tables := block_state.get_block_ids(state.request.request_id)) is not None:
+                self._promote(state, confirmed, tables)
 
     def _store(self, state: RequestState, confirmed: int, tables: Sequence[Sequence[int]]) -> None:
         """Store what is confirmed and not stored, as far as slots and the bound on held blocks allow."""
@@ -307,21 +321,35 @@ class SchedulerSide:
             job, state.stored = self.tiers.plan_store(prefix, first, end, chunks, self._clock())
             if job is not None:
                 self._hold(job)
+                self._stores.append(job)
             if state.stored < end:
                 return
 
-    def _chunks_to_hold(self) -> int:
+    def _promote(self, state: RequestState, confirmed: int, tables: Sequence[Sequence[int]]) -> None:
+        """Hand on what promotion wants of the chunks that were loaded, as far as the bound on held blocks allows, half
+        of which is for stores alone."""
+        tables = [tables[group] for group in self.sizing.groups]
+        blocks_max = min(map(len, tables))
+        limit = min(confirmed, blocks_max * self._block_tokens) // self._chunk_tokens
+        first, end = state.promoted, min(limit, state.promote_end)
+        chunks_max = self._chunks_to_hold(HELD_SHARE_MAX / 2)
+        if first < end and chunks_max:
+            chunks = [self._chunk_blocks(table, first, end, 0, blocks_max) for table in tables]
+            state.promoted = self._promoting.add(self._prefix(state), first, chunks, chunks_max, self._clock())
+
+    def _chunks_to_hold(self, share: float = HELD_SHARE_MAX) -> int:
         """Chunks whose blocks may be held now; one always may, however small HBM is."""
-        room = int(self._block_pool.num_gpu_blocks * HELD_SHARE_MAX) - self._held_blocks
+        held = self._held_blocks + self._promoting.held_blocks
+        room = int(self._block_pool.num_gpu_blocks * share) - held
         chunks = max(0, room) // (self._chunk_tokens // self._block_tokens * len(self.sizing.groups))
-        return chunks or int(not self._held)
+        return chunks or int(not held)
 
     def _hold(self, job: StoreJob) -> None:
+        """Until it has ended on all ranks."""
         held = [self._block_pool.blocks[block] for part in job.parts for block in part.blocks.ravel().tolist()]
         self._block_pool.touch(held)
         self._held[job.job_id] = Held(held, self.sizing.ranks)
         self._held_blocks += len(held)
-        self._stores.append(job)
 
     def request_finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Last chance to store; the blocks are held by us, so vLLM may free them at once."""
@@ -340,23 +368,29 @@ class SchedulerSide:
             if left > 0 and min(map(len, block_ids)):
                 reason = "no_slot" if self._chunks_to_hold() else "hold_limit"
                 count(self.tiers.chunks.counts, "dropped_chunks", left, reason)
+            if state.promoted < state.promote_end and min(map(len, block_ids)):
+                self._promote(state, confirmed, block_ids)
+                count_unpromoted(self.tiers, state.prefix, state.promoted, state.promote_end, "hold_limit")
         self.tiers.touch(state.prefix, len(state.prefix.keys), 0, self._clock())
 
     # Once per step.
 
     def plan_step(self, scheduler_output: Any) -> None:
-        """Plan stores, evictions and persists."""
+        """Plan stores, evictions and persists, and promotions into what is left of DRAM."""
         if not self._off:
             now = self._clock()
             self.ssd.step(now)
             self._plan_stores(scheduler_output)
-            self._persists += self.tiers.make_room(now)
+            self._persists += self.tiers.make_room(now, self._promoting.slots_wanted())
+            for job in self._promoting.plan(now):
+                self._hold(job)
+                self._promotions.append(job)
 
     def take_metadata(self) -> SariaMetadata:
         """What was planned since the last call. Whatever was promised to vLLM is in it, also after a fault."""
         generation = self.ssd.generation
-        metadata = SariaMetadata(generation, stores=self._stores, persists=self._persists)
-        self._stores, self._persists = [], []
+        metadata = SariaMetadata(generation, stores=self._stores, promotions=self._promotions, persists=self._persists)
+        self._stores, self._promotions, self._persists = [], [], []
         for planned, job in self._loads:
             (metadata.loads if planned == generation else metadata.refused).append(job)
         self._loads = []
@@ -371,7 +405,7 @@ class SchedulerSide:
         self._loads.append((-1, LoadJob(NO_JOB, request.request_id, ())))
 
     def release_blocks(self, result: JobResult) -> None:
-        """Give back the HBM blocks of a store that has ended on all ranks."""
+        """Give back the HBM blocks of a store or promotion that has ended on all ranks."""
         held = self._held.get(result.job_id)
         if held is None:
             return
@@ -381,10 +415,11 @@ class SchedulerSide:
             self._held_blocks -= len(held.blocks)
             self._block_pool.free_blocks(reversed(held.blocks))
 
-    def jobs_ended(self, results: Sequence[JobResult], moved: Sequence[Moved] = ()) -> None:
-        """Take ranks' results of jobs, and what they moved from and to drives."""
-        self.tiers.moved(moved)
-        self.tiers.finished([result for result in results if result.job_id != NO_JOB], self._clock())
+    def jobs_ended(self, results: Sequence[JobResult], moved: Sequence[Moved], ingress_bytes_s: float) -> None:
+        """Take ranks' results of jobs, what they moved from and to drives, and how fast DRAM reaches HBM."""
+        now = self._clock()
+        self.tiers.moved(moved, ingress_bytes_s, now)
+        self.tiers.finished([result for result in results if result.job_id != NO_JOB], now)
         for problem in self.tiers.take_problems():
             logger.error("SARIA: %s", problem)
 
@@ -396,11 +431,11 @@ class SchedulerSide:
     # State that vLLM asks for.
 
     def has_held_blocks(self) -> bool:
-        return bool(self._held)
+        return bool(self._held or self._promoting.waiting)
 
     def has_pending_work(self) -> bool:
         """Whether an idle engine must keep stepping: blocks are held, or the SSD tier opens (for a bounded time)."""
-        return bool(self._held) or self.ssd.waiting()
+        return self.has_held_blocks() or self.ssd.waiting()
 
     def take_counts(self) -> Counts:
         counts = self.tiers.take_counts()
@@ -412,9 +447,11 @@ class SchedulerSide:
     def reset_cache(self) -> bool:
         """Forget everything, before returning; False when not durably. The generation fences what is in flight."""
         durable = self.ssd.next_generation()
+        self._promoting.clear()
         self.tiers.reset()
         for state in self._requests.values():
             state.no_store = True  # Its KV may come from the weights of before.
+            state.promote_end = 0
         return durable
 
     def turn_off(self) -> None:
@@ -422,6 +459,7 @@ class SchedulerSide:
         if not self._off:
             logger.error("SARIA: the tier is off from now on, requests are recomputed")
         self._off = True
+        self._promoting.clear()
         count(self.tiers.chunks.counts, "internal_errors", 1)
 
     def shutdown(self) -> None:
@@ -444,7 +482,7 @@ class SchedulerSide:
             visit, state.prefix = state.prefix.visit, Prefix()
             state.prefix.visit = visit
             keys = state.prefix.keys
-            state.stored = state.hit_end = state.due_tokens = 0
+            state.stored = state.hit_end = state.due_tokens = state.promoted = state.promote_end = 0
         for position in range(len(keys), len(hashes)):
             keys.append(hashes[position])
         return state.prefix

@@ -73,7 +73,7 @@ class WorkerSide:
                 raise LayoutError("a record copied to the KV cache and back came back as another")
 
     def start(self, metadata: SariaMetadata) -> bool:
-        """Submit everything of this step but the stores. What is handed on leaves the metadata."""
+        """Submit everything of this step but stores and promotions. What is handed on leaves the metadata."""
         executor = self._executor
         assert executor is not None
         for pages in self._on_device if metadata.loads else ():
@@ -95,14 +95,18 @@ class WorkerSide:
         return True
 
     def store(self, metadata: SariaMetadata) -> bool:
-        """Submit the stores: after the forward, when their blocks have their final bytes."""
+        """Submit stores and promotions: after the forward, when their blocks have their final bytes."""
         assert self._executor is not None
-        for pages in self._on_device if metadata.stores else ():
+        for pages in self._on_device if metadata.stores or metadata.promotions else ():
             pages.fence(stores=True)
-        metadata.stores.reverse()
-        while metadata.stores:
-            self._executor.submit_store(metadata.stores[-1])
-            metadata.stores.pop()
+        for jobs, submit in (
+            (metadata.stores, self._executor.submit_store),
+            (metadata.promotions, self._executor.submit_promotion),
+        ):
+            jobs.reverse()
+            while jobs:
+                submit(jobs[-1])
+                jobs.pop()
         return True
 
     def fail_rest(self, metadata: SariaMetadata) -> None:
@@ -111,9 +115,10 @@ class WorkerSide:
         assert self._executor is not None
         for load in metadata.loads + metadata.refused:
             self._executor.refuse_load(load)
-        for job in (*metadata.stores, *metadata.persists):
+        for job in (*metadata.stores, *metadata.promotions, *metadata.persists):
             self._results.append(JobResult(job.job_id, tuple(range(job.chunks)), "other"))
-        metadata.loads, metadata.refused, metadata.stores, metadata.persists = [], [], [], []
+        for jobs in (metadata.loads, metadata.refused, metadata.stores, metadata.promotions, metadata.persists):
+            jobs.clear()
 
     def turn_off(self) -> None:
         """Count a fault of ours. What was asked of this half ends all the same: the other half decides."""
@@ -141,8 +146,9 @@ class WorkerSide:
         if not self._results and opened is None:
             return None
         moved = self._executor.take_moved() if self._executor else []
+        ingress_bytes_s = self._executor.ingress.known if self._executor else 0.0
         results, self._results = self._results, []
-        return SariaWorkerMetadata(results, [opened] if opened else [], moved)
+        return SariaWorkerMetadata(results, [opened] if opened else [], moved, ingress_bytes_s)
 
     def shutdown(self) -> None:
         if self._executor is not None:

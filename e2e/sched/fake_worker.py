@@ -50,12 +50,13 @@ class Worker:
         self.engine = engine
         self.block_tokens: int = engine.block_tokens
         self.ranks = 1
-        self.auto_loads = self.auto_stores = self.auto_persists = self.auto_open = True
+        self.auto_loads = self.auto_stores = self.auto_promotions = self.auto_persists = self.auto_open = True
         self.hbm: dict[int, list[int]] = {}
         self.dram: dict[tuple[int, Slot], Content] = {}
         self.ssd: dict[Extent, Content] = {}
         self.loads: dict[str, Flight] = {}
         self.stores: dict[int, Flight] = {}
+        """Promotions too."""
         self.persists: dict[int, Flight] = {}
         self.generation = 0
         self.opened: OpenSsd | None = None
@@ -70,11 +71,12 @@ class Worker:
         self.reads: dict[bytes, int] = {}
         """Read attempts by key."""
         self.log: list[tuple[str, Any]] = []
-        """What was begun: ("load", job), ("refused", job), ("store", job), ("persist", job)."""
+        """What was begun: ("load", job), ("refused", job), ("store", job), ("promote", job), ("persist", job)."""
         self.other_received: set[str] = set()
         """Loads of another connector to report as ended."""
         self._results: list[JobResult] = []
         self._reports: list[OpenedSsd] = []
+        self.ingress_bytes_s = 0.0
         self.moved: list[Moved] = []
         """To be reported with the next results."""
         self._received: set[str] = set()
@@ -178,7 +180,9 @@ class Worker:
         for persist in metadata.persists:
             self._begin_persist(persist)
         for store in metadata.stores:
-            self._begin_store(store)
+            self._begin_store("store", store, self.auto_stores)
+        for promotion in metadata.promotions:
+            self._begin_store("promote", promotion, self.auto_promotions)
 
     def _retire(self, drive: int, segment: int) -> None:
         used = [item.extent for flight in self.loads.values() for item in flight.job.items]
@@ -205,8 +209,8 @@ class Worker:
             bad = [i for i, item in enumerate(job.items) if item.key in self.fail_items]
             self.end_load(job.request_id, failed=bad)
 
-    def _begin_store(self, job: StoreJob) -> None:
-        self.log.append(("store", job))
+    def _begin_store(self, kind: str, job: StoreJob, ends: bool) -> None:
+        self.log.append((kind, job))
         contents = []
         for item in job.items:
             marks = tuple(mark for block in item.blocks for mark in self.hbm[block])
@@ -216,7 +220,7 @@ class Worker:
                 assert marks[-1] in self.engine.confirmed, "a store of tokens that are not confirmed"
             contents.append(marks)
         self.stores[job.job_id] = Flight(job, self.ranks, self.generation, contents)
-        if self.auto_stores:
+        if ends:
             self.end_store(job.job_id)
 
     def _begin_persist(self, job: PersistJob) -> None:
@@ -261,10 +265,10 @@ class Worker:
         if flight.failed:
             self._failed.add(request_id)
 
-    def end_store(self, job_id: int, failed: bool = False, rank: int | None = None) -> None:
+    def end_store(self, job_id: int, failed: bool = False, rank: int | None = None, reason: str = "other") -> None:
         flight = self.stores[job_id]
         self._check_store(flight)
-        if self._end_rank(flight, rank, range(len(flight.job.items)) if failed else (), "other"):
+        if self._end_rank(flight, rank, range(len(flight.job.items)) if failed else (), reason):
             del self.stores[job_id]
         for item, marks in zip(flight.job.items, flight.content, strict=True):
             self.dram[item.group, item.slot] = Content(marks, flight.generation)
@@ -298,7 +302,8 @@ class Worker:
     def _report(self) -> KVConnectorOutput:
         metadata = None
         if self._results or self._reports:
-            metadata = self.engine.wrap(SariaWorkerMetadata(self._results, self._reports, self.moved))
+            rates = self.moved, self.ingress_bytes_s
+            metadata = self.engine.wrap(SariaWorkerMetadata(self._results, self._reports, *rates))
             self.moved = []
         output = KVConnectorOutput(
             finished_recving=(self._received | self.other_received) or None,

@@ -370,7 +370,8 @@ class Engine:
 
     def _note_slots(self, metadata: SariaMetadata) -> None:
         index = self.side.tiers.chunks.index
-        wanted = {(store.job_id, item.group, item.slot) for store in metadata.stores for item in store.items}
+        jobs = (*metadata.stores, *metadata.promotions)
+        wanted = {(job.job_id, item.group, item.slot) for job in jobs for item in job.items}
         for job_id, group, slot in wanted:
             for key, row in index.rows[group].items():
                 job = self.side.tiers.jobs.live[job_id]
@@ -409,7 +410,7 @@ class Engine:
     def close(self, allow_off: bool = False) -> None:
         """End everything and check that nothing is left."""
         self.closed = True
-        for name in ("auto_loads", "auto_stores", "auto_persists", "auto_open"):
+        for name in ("auto_loads", "auto_stores", "auto_promotions", "auto_persists", "auto_open"):
             setattr(self.worker, name, True)
         for _ in range(3):
             self.worker.end_all()
@@ -420,7 +421,8 @@ class Engine:
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert not scheduler.requests and not scheduler.deferred_frees and not scheduler.running
         assert not side._held and not side._held_blocks and not side._requests
-        assert not side._loads and not side._stores and not side._persists
+        assert not side._loads and not side._stores and not side._promotions and not side._persists
+        assert not side._promoting.waiting and not side._promoting.held_blocks
         assert not self.connector.has_pending_push_work() and not self.connector.has_pending_block_frees()
         if not allow_off:
             side.tiers.check()

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from harness import Engine, prompt
 from saria_connector import wear
-from saria_vllm.config import AdmissionConfig, SariaConfig
+from saria_vllm.config import SariaConfig
 from saria_vllm.policy.admission import make_admission
 from saria_vllm.policy.endurance import Governor
 from saria_vllm.policy.extents import ExtentAllocator
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.vllm
 Make = Callable[..., Engine]
 
 COMPARED = (
-    "hit_tokens:dram", "hit_tokens:ssd", "loads:loaded", "stored_chunks", "evicted_chunks:persisted",
+    "hit_tokens:dram", "hit_tokens:ssd", "loads:loaded", "stored_chunks", "promoted_chunks", "evicted_chunks:persisted",
     "evicted_chunks:already_on_ssd", "evicted_chunks:dropped", "admission:not_yet", "admission:eviction_count",
     "admission:every_chunk", "admission:never", "admission:return_likely", "admission:return_unlikely",
     "admission:branch_left", "admission:session_ended", "persisted_chunks", "retired_chunks",
@@ -37,11 +38,12 @@ COMPARED = (
 )  # fmt: skip
 
 
-def simulator_like(engine: Engine, admission: AdmissionConfig) -> Simulator:
+def simulator_like(engine: Engine, config: SariaConfig) -> Simulator:
     """With tiers of the engine's sizes."""
-    side, sizing = engine.side, engine.side.sizing
-    config = SimConfig(engine.chunk_tokens, engine.chunk_tokens, 0, admission, promotion=0.0, ssd_eviction="segment")
-    simulator = Simulator(config)
+    side, sizing, admission = engine.side, engine.side.sizing, config.admission
+    simulator = Simulator(
+        SimConfig(engine.chunk_tokens, engine.chunk_tokens, 0, admission, config.promotion, ssd_eviction="segment")
+    )
     assert side.tiers.chunks.extents is not None
     records = [records_per_segment(shape.record_bytes, sizing.segment_bytes) for shape in sizing.shapes]
     simulator.tiers = Tiers(
@@ -50,9 +52,9 @@ def simulator_like(engine: Engine, admission: AdmissionConfig) -> Simulator:
         ExtentAllocator(1, sizing.segments_max, records),
         make_admission(admission, engine.chunk_tokens),
         ghosts_max=admission.ghosts_max,
-        headroom=side.tiers.evictor._headroom,
+        headroom=side.tiers.evictor.headroom,
         persist_bytes_max=1 << 60,
-        promotion=Promotion(0.0),
+        promotion=Promotion(config.promotion),
         second_chance=admission.second_chance,
     )
     simulator._begun_s = engine.now
@@ -94,19 +96,27 @@ def agents(seed: int, turns: int, choices: list[int], longest: int) -> list[tupl
         "score",
         "return with a budget",
         "saria with a budget",
+        "saria with promotion 0",
+        "return with promotion 0.5",
+        "saria with promotion 1",
     ],
 )
 @pytest.mark.parametrize("seed", [1, 2])
 def test_simulator_and_connector_count_the_same(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, seed: int
 ) -> None:
+    """Promotion is "auto" where nothing else is said, and 0 where a budget is asked in batches as they leave DRAM, or
+    where too little would be left for second chances."""
     policy, _, extra = policy.partition(" with ")
     hinted, again = extra == "hints", extra == "second chances"
     budget = extra == "a budget"
     # The hour says how much of a day's budget is due.
     monkeypatch.setattr(wear, "time", SimpleNamespace(time=lambda: 6 * 3600.0, monotonic=time.monotonic))
+    promotion: Any = float(extra.split()[1]) if extra.startswith("promotion") else "auto"
+    if policy == "return" and (budget or again):
+        promotion = 0.0
     settings = {"policy": policy, "second_chance": 0.5 if again else 0.1}
-    admission = SariaConfig.from_extra({"dram_capacity": "1GiB", "admission": settings}).admission
+    config = SariaConfig.from_extra({"dram_capacity": "1GiB", "admission": settings, "promotion": promotion})
     engine = make(
         blocks=400,
         batched_tokens=64,
@@ -116,10 +126,11 @@ def test_simulator_and_connector_count_the_same(
         # Writing everything again and again to a full SSD, what is lost depends on when a write ends.
         ssd_capacity="64MiB" if policy == "full_duplicate" else "8MiB",
         admission=settings,
+        promotion=promotion,
         endurance={"rated_capacity": "16MiB"} if budget else "off",
     )
     engine.serve("opens the SSD tier", prompt(8))
-    simulator = simulator_like(engine, admission)
+    simulator = simulator_like(engine, config)
     load = (250, [0, 0, 1, 1, 2, 3, 4, 5, 6], 300) if again else (60, [0, 0, 0, 1, 1, 2, 3], 700)
     if budget:
         (theirs,) = engine.side.tiers.evictor.governors
@@ -129,12 +140,14 @@ def test_simulator_and_connector_count_the_same(
         engine.now += 900.0 if budget else 30.0
         engine.flush_hbm()
         hints = hints if hinted else NO_HINTS
-        engine.serve(f"r{number}", tokens, params={"saria": hints._asdict()} if hinted else None)
+        answer = 1 if budget else min(3, 16 - len(tokens) % 16)  # It completes no chunk.
+        engine.serve(f"r{number}", tokens, answer, params={"saria": hints._asdict()} if hinted else None)
         engine.run()
         engine._report_rest()
         keys = engine.keys(engine.requests[f"r{number}"])[: len(tokens) // engine.chunk_tokens]
         simulator._serve(engine.now, Prefix(keys), len(tokens), hints)
         assert not engine.counted("dropped_chunks:no_slot") and not engine.counted("dropped_chunks:hold_limit")
+        assert not engine.counted("unpromoted_chunks:no_slot") and not engine.counted("unpromoted_chunks:hold_limit")
         counts = simulator.tiers.chunks.counts
         ours = {name: engine.counted(name) for name in COMPARED}
         assert ours == {name: counts.get(name, 0) for name in COMPARED}, f"after request {number}"
@@ -145,5 +158,6 @@ def test_simulator_and_connector_count_the_same(
     if policy != "dram_only":
         assert ours["hit_tokens:ssd"] > 0
         assert ours["persisted_chunks"] > 0
+        assert (ours["promoted_chunks"] > 0) == (promotion != 0)
     assert ours["hit_tokens:dram"] > 0
     assert sum(ours[f"evicted_chunks:{how}"] for how in ("persisted", "already_on_ssd", "dropped")) > 100

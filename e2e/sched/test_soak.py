@@ -73,7 +73,7 @@ def test_soak(make: Make, tmp_path: Path, kind: str, seed: int) -> None:
     rng = random.Random(f"{kind} {seed}")
     engine = make(block_bytes=512 << 10, blocks=rng.choice([40, 64, 100]), batched_tokens=rng.choice([64, 200]), **more)
     worker = engine.worker
-    worker.auto_loads = worker.auto_stores = worker.auto_persists = False
+    worker.auto_loads = worker.auto_stores = worker.auto_promotions = worker.auto_persists = False
     worker.right_drafts = [rng.randrange(3) for _ in range(5000)]
     for number in range(600):
         act(engine, rng, number)
@@ -81,7 +81,7 @@ def test_soak(make: Make, tmp_path: Path, kind: str, seed: int) -> None:
             engine.step()
         if number % 20 == 0:
             engine.side.tiers.check()
-    worker.auto_loads = worker.auto_stores = worker.auto_persists = True
+    worker.auto_loads = worker.auto_stores = worker.auto_promotions = worker.auto_persists = True
     worker.end_all()
     engine.run()
     assert all(request.is_finished() for request in engine.requests.values())

@@ -8,6 +8,7 @@ import pytest
 from saria_connector.connector import SariaConnector
 from saria_connector.metadata import SariaMetadata
 from saria_connector.worker import WorkerSide
+from saria_vllm.rates import Rate
 from saria_vllm.types import LoadJob, PersistJob, StoreJob, StorePart
 
 
@@ -34,6 +35,9 @@ class Executor:
     def submit_store(self, job):
         self._take(f"store {job.job_id}", job)
 
+    def submit_promotion(self, job):
+        self._take(f"promote {job.job_id}", job)
+
     def submit_persist(self, job):
         self._take(f"persist {job.job_id}", job)
 
@@ -48,6 +52,12 @@ class Executor:
     def take_moved(self):
         return []
 
+    ingress = Rate()
+
+
+def store_job(number):
+    return StoreJob(number, (StorePart(0, np.zeros((2, 2), np.int32), np.ones((2, 1), np.int32)),))
+
 
 def connector_with(fails_at):
     connector = object.__new__(SariaConnector)
@@ -57,7 +67,8 @@ def connector_with(fails_at):
     connector._worker._results, connector._worker.counts = [], {}
     connector._connector_metadata = SariaMetadata(
         loads=[LoadJob(n, f"r{n}", ()) for n in (1, 2, 3)],
-        stores=[StoreJob(n, (StorePart(0, np.zeros((2, 2), np.int32), np.ones((2, 1), np.int32)),)) for n in (4, 5)],
+        stores=[store_job(4), store_job(5)],
+        promotions=[store_job(8), store_job(9)],
         persists=[
             PersistJob(n, 0, (b"k", b"l"), (b"", b"k"), np.zeros((2, 2), np.int32), np.zeros((2, 3), np.int32))
             for n in (6, 7)
@@ -78,10 +89,11 @@ def step(connector):
     ("fails_at", "refused", "failed"),
     [
         ("nowhere", [], []),
-        ("r1", ["r3", "r2"], [(n, (0, 1)) for n in (4, 5, 6, 7)]),
-        ("r3", [], [(4, (0, 1)), (5, (0, 1)), (6, (0, 1)), (7, (0, 1))]),
-        ("persist 6", [], [(4, (0, 1)), (5, (0, 1)), (7, (0, 1))]),
-        ("store 4", [], [(5, (0, 1)), (4, (0, 1))]),
+        ("r1", ["r3", "r2"], [(n, (0, 1)) for n in (4, 5, 8, 9, 6, 7)]),
+        ("r3", [], [(n, (0, 1)) for n in (4, 5, 8, 9, 6, 7)]),
+        ("persist 6", [], [(n, (0, 1)) for n in (4, 5, 8, 9, 7)]),
+        ("store 4", [], [(n, (0, 1)) for n in (5, 4, 8, 9)]),
+        ("promote 9", [], [(9, (0, 1))]),
         ("poll", [], []),
     ],
 )

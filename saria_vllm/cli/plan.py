@@ -79,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(get_args(AdmissionPolicy))}, default; may be given several times "
         f"(default {', '.join(ADMISSIONS)})")  # fmt: skip
     add("--chunk-tokens", type=int, default=64)
-    add("--promotion", default="0", metavar="auto|R", help="share of a hit that belongs in DRAM afterwards, 0 to 1; "
-        "auto: what the rates of ingress and drives say, less under pressure (default 0, as it serves)")  # fmt: skip
+    add("--promotion", default="auto", metavar="auto|R", help="share of a hit that belongs in DRAM afterwards, 0 to 1; "
+        "auto: what the rates of ingress and drives say, less under pressure (default auto, as it serves)")  # fmt: skip
     add("--ssd-ingress-ratio", type=float, metavar="R", help="for --promotion auto: bandwidth of the drives over that "
         "of the ingress (default: of the hardware with as many drives)")  # fmt: skip
     add("--ssd-eviction", choices=["lru", "segment"], default="segment", help="segment is what serves (default)")

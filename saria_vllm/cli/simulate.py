@@ -20,12 +20,12 @@ from saria_vllm.config import (
     AdmissionConfig,
     AdmissionPolicy,
     EnduranceConfig,
+    PromotionMode,
     SariaConfig,
     parse_bytes,
 )
 from saria_vllm.errors import ConfigError
 from saria_vllm.policy.endurance import DAY_S, drive_life_years
-from saria_vllm.policy.promotion import PromotionMode
 from saria_vllm.sim.arrivals import COPIES_MAX, arrivals, repeated, starts, with_ids
 from saria_vllm.sim.formats import Trace, read_trace
 from saria_vllm.sim.hinting import HintMode, ThreadHints

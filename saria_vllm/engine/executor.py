@@ -1,7 +1,8 @@
 """One rank's executor: takes jobs, moves their bytes on its own threads, hands back their ends.
 
 Loads: DRAM items are copied by the copy thread while SSD items are read, verified and scattered by the SSD threads, at
-the same time. Stores are copied by the copy thread, after loads. Persists are written from the pool itself.
+the same time. Stores are copied by the copy thread, after loads, and promotions after both. Persists are written from
+the pool itself.
 The engine's thread only appends to queues and drains `poll` once per step.
 """
 
@@ -26,6 +27,7 @@ from saria_vllm.engine.ssd_engine import open_engine
 from saria_vllm.engine.ssd_thread import Read, Retire, SsdThread, Write, depth_for
 from saria_vllm.errors import StorageError
 from saria_vllm.metrics import Counts
+from saria_vllm.rates import Rate
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import (
     GroupShape,
@@ -44,6 +46,9 @@ from saria_vllm.types import (
 
 PIECE_BYTES = 16 << 20
 """Bytes copied between two looks at the queues."""
+
+PROMOTE_S = 1.0
+"""A promotion that loads and stores hold up for longer is given up: it holds blocks that requests may need."""
 
 CLOSE_S = 2.0
 """How long `close` waits for what is in flight."""
@@ -96,6 +101,10 @@ class Executor:
         self._opener: threading.Thread | None = None
         self._loads: deque[LoadState] = deque()
         self._stores: deque[StoreJob] = deque()
+        self._promotions: deque[tuple[StoreJob, float]] = deque()
+        """Jobs and when they are given up."""
+        self.ingress = Rate()
+        """At which DRAM is copied to HBM while nothing is read from SSD."""
         self._wake = threading.Condition()
         self._closing = False
         self._copier = threading.Thread(target=self._copy_loop, name="saria-copy", daemon=True)
@@ -155,6 +164,11 @@ class Executor:
     def submit_store(self, job: StoreJob) -> None:
         """The blocks must hold their final bytes, and stay untouched until the job has ended."""
         if not self._queue(self._stores, job):
+            self._fail_store(job)
+
+    def submit_promotion(self, job: StoreJob) -> None:
+        """As `submit_store`, of chunks that were loaded from SSD: it gives way to loads and stores."""
+        if not self._queue(self._promotions, (job, time.monotonic() + PROMOTE_S)):
             self._fail_store(job)
 
     def submit_persist(self, job: PersistJob) -> None:
@@ -276,18 +290,25 @@ class Executor:
         pin_this_thread(self._cpus)
         while True:
             with self._wake:
-                while not (self._loads or self._stores or self._closing):
+                while not (self._loads or self._stores or self._promotions or self._closing):
                     self._wake.wait()
                 if self._closing:
                     break
-                store = self._stores.popleft() if self._stores else None
-            self._copy_loads()
-            if store is not None:
-                self._copy_store(store)
+                promotion = self._promotions.popleft() if self._promotions else None
+            self._copy_urgent()
+            if promotion is not None:
+                self._copy_promotion(*promotion)
         for state in self._loads:
             self._ends.items(state, _in_dram(state.job), "other")
-        for store in self._stores:
-            self._fail_store(store)
+        for job in (*self._stores, *(job for job, _ in self._promotions)):
+            self._fail_store(job)
+
+    def _copy_urgent(self) -> None:
+        """Loads, and stores after them."""
+        self._copy_loads()
+        while self._stores and not self._closing:
+            self._copy_store(self._stores.popleft())
+            self._copy_loads()
 
     def _copy_loads(self) -> None:
         while self._loads and not self._closing:
@@ -302,11 +323,15 @@ class Executor:
                 sources = self._addresses(piece)
                 if not self._ends.may_write(state):
                     return
+                nbytes, began = self._shapes[piece.group].record_bytes * len(sources), time.monotonic()
+                alone = not self._ends.is_reading()
                 try:
                     self._maps[piece.group].scatter_many(sources, piece.blocks.tolist())
                 finally:
                     self._ends.wrote(state)
-                self._ends.count("load_bytes", self._shapes[piece.group].record_bytes * len(sources), "dram")
+                if alone:
+                    self.ingress.learn(nbytes, time.monotonic() - began)
+                self._ends.count("load_bytes", nbytes, "dram")
                 self._ends.items(state, piece.positions)
                 left.difference_update(piece.positions)
         except Exception as error:
@@ -320,20 +345,41 @@ class Executor:
             for piece in _pieces(job.parts, self._shapes):
                 if self._closing:
                     break
-                targets = self._addresses(piece)
-                self._maps[piece.group].gather_many(targets, piece.blocks.tolist())
-                self._ends.count("store_bytes", self._shapes[piece.group].record_bytes * len(targets))
-                copied += len(targets)
+                copied += self._copy_out(piece)
                 self._copy_loads()
         except Exception as error:
             self._fault("store", error)
+        self._end_store(job, copied)
+
+    def _copy_promotion(self, job: StoreJob, until: float) -> None:
+        copied, reason = 0, "other"
+        try:
+            for piece in _pieces(job.parts, self._shapes):
+                if time.monotonic() > until:
+                    reason = "too_late"
+                if self._closing or reason == "too_late":
+                    break
+                copied += self._copy_out(piece)
+                self._copy_urgent()
+        except Exception as error:
+            self._fault("promotion", error)
+        self._end_store(job, copied, reason)
+
+    def _copy_out(self, piece: Piece) -> int:
+        """Copy chunks from HBM to DRAM; how many."""
+        targets = self._addresses(piece)
+        self._maps[piece.group].gather_many(targets, piece.blocks.tolist())
+        self._ends.count("store_bytes", self._shapes[piece.group].record_bytes * len(targets))
+        return len(targets)
+
+    def _end_store(self, job: StoreJob, copied: int, reason: str = "other") -> None:
         if copied < job.chunks:
-            self._fail_store(job)
+            self._fail_store(job, reason)
         else:
             self._ends.job(JobResult(job.job_id))
 
-    def _fail_store(self, job: StoreJob) -> None:
-        self._ends.job(JobResult(job.job_id, _all_positions(job), "other"))
+    def _fail_store(self, job: StoreJob, reason: str = "other") -> None:
+        self._ends.job(JobResult(job.job_id, _all_positions(job), reason))
 
     def _addresses(self, piece: Piece) -> list[int]:
         nbytes = self._shapes[piece.group].record_bytes

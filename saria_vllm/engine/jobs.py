@@ -147,6 +147,11 @@ class Ends:
         with self._lock:
             return state in self._live and state.generation == self.generation
 
+    def is_reading(self) -> bool:
+        """Whether anything is being read from SSD."""
+        with self._lock:
+            return any(state.on_drive for state in self._live)
+
     def may_write(self, state: LoadState) -> bool:
         """Ask before writing into a load's blocks; after True, `wrote` must follow. False: the blocks are not its own
         any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,7 +34,9 @@ class Evictor:
         second_chance: float,
     ) -> None:
         self._shapes, self._chunks, self._jobs, self._admission = shapes, chunks, jobs, admission
-        self._headroom, self._ranks, self._promotion = list(headroom), ranks, promotion
+        self._ranks, self._promotion = ranks, promotion
+        self.headroom = list(headroom)
+        """Free slots to keep, by group."""
         self.governors: list[Governor] = []
         """Bound what is written per day, by drive; none: no bound."""
         self._persist_bytes_max = persist_bytes_max
@@ -83,12 +86,21 @@ class Evictor:
         left = int(self._first_bytes * self._second_chance) - self._again_bytes - granted
         chunks.grant(group, rows[: max(0, left // self._written_bytes(group))])
 
-    def make_room(self, now: float) -> list[PersistJob]:
+    def make_room(self, now: float, promotions: Sequence[int]) -> list[PersistJob]:
         """See `Tiers.make_room`."""
-        if not self._wanted and self._enough_at == self._chunks.slots.takes:
-            return []
-        persists = self._persist_wanted(now) if self._wanted else []
-        while (rows := self._victims()).size:
+        persists: list[PersistJob] = []
+        if self._wanted or self._enough_at != self._chunks.slots.takes:
+            persists = self._persist_wanted(now) if self._wanted else []
+            persists += self._free(self.headroom, now)
+        # What stores need comes first, also on the way to SSD.
+        if any(promotions) and self._chunks.slots.slabs_short(self.headroom) <= 0:
+            persists += self._free([*map(operator.add, self.headroom, promotions)], now)
+        return persists
+
+    def _free(self, wanted: Sequence[int], now: float) -> list[PersistJob]:
+        """Evict until so many slots are free, by group, or on their way."""
+        persists = []
+        while (rows := self._victims(wanted)).size:
             jobs, went_on = self._evict(rows, now)
             persists += jobs
             if not went_on:
@@ -112,11 +124,11 @@ class Evictor:
                 persists += self._persist(group, rows[admitted], now)
         return persists
 
-    def _victims(self) -> Rows:
-        """Rows of one group to evict next; none when the headroom is there for all groups at once or on its way, or
+    def _victims(self, free: Sequence[int]) -> Rows:
+        """Rows of one group to evict next; none when so many slots are free for all groups at once or on their way, or
         nothing can be evicted."""
         slots, recency = self._chunks.slots, self._chunks.recency
-        coming = self._coming()
+        coming = self._coming(free)
         if slots.slabs_short(coming) <= 0:
             self._enough_at = slots.takes
             return NO_ROWS
@@ -130,9 +142,9 @@ class Evictor:
             return next((rows for order in recency if (rows := order.oldest(1)).size), NO_ROWS)
         return NO_ROWS
 
-    def _coming(self) -> list[int]:
-        """Slots to keep free that no write in flight will free, by group."""
-        return [wanted - evicting for wanted, evicting in zip(self._headroom, self._evicting, strict=True)]
+    def _coming(self, free: Sequence[int]) -> list[int]:
+        """Of slots that are to be free those that no write in flight will free, by group."""
+        return [wanted - evicting for wanted, evicting in zip(free, self._evicting, strict=True)]
 
     def _evict(self, rows: Rows, now: float) -> tuple[list[PersistJob], bool]:
         """Evict rows of one group, the oldest first. False when it stopped at one that should wait for its write."""
@@ -180,7 +192,7 @@ class Evictor:
         if over[0]:
             return int(over[0])
         # Those before it went; now it waits while half of the headroom is there, for a store never waits for a disk.
-        half = [-(-wanted // 2) for wanted in self._headroom]
+        half = [-(-wanted // 2) for wanted in self.headroom]
         if chunks.slots.slabs_short(half) <= 0:
             return 0
         return min(stop, max(1, half[group] - chunks.slots.free(group)))
@@ -351,4 +363,5 @@ class Evictor:
         index = self._chunks.index
         for group, number in enumerate(self._evicting):
             assert int((index.evicting[index.group == group] == 1).sum()) == number
-        assert self._enough_at != self._chunks.slots.takes or self._chunks.slots.slabs_short(self._coming()) <= 0
+        coming = self._coming(self.headroom)
+        assert self._enough_at != self._chunks.slots.takes or self._chunks.slots.slabs_short(coming) <= 0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
-PromotionMode = float | Literal["auto"]
-"""A share from 0 to 1 of a prefix that belongs in DRAM, or what `dram_share` says, less under pressure."""
+from saria_vllm.config import PromotionMode
 
 _HALF_LIFE_S = 600.0
 """What was seen counts half after it: load changes within minutes."""
@@ -39,13 +37,19 @@ class Promotion:
     chunks are used before DRAM evicts them again: copies that nobody reads only push out what is read.
 
     Args:
-        ssd_ingress_ratio: B_ssd / B_ingress, for `auto`.
+        ssd_ingress_ratio: B_ssd / B_ingress, for `auto`, until it is measured.
     """
 
     def __init__(self, mode: PromotionMode = 1.0, ssd_ingress_ratio: float = 0.5) -> None:
         self._adapts = mode == "auto"
         self._target = dram_share(ssd_ingress_ratio) if mode == "auto" else float(mode)
         self._used, self._evicted, self._at = 0.0, 0.0, 0.0
+
+    def measured(self, ssd_bytes_s: float, ingress_bytes_s: float) -> None:
+        """The rates of all drives together, and from DRAM to HBM while nothing is read from drives; 0 while one is not
+        known: then what was believed stays."""
+        if self._adapts and ssd_bytes_s > 0 and ingress_bytes_s > 0:
+            self._target = dram_share(ssd_bytes_s / ingress_bytes_s)
 
     def used(self, chunks: int, now: float) -> None:
         """So many chunks were used for the first time since they were promoted."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from saria_vllm.metrics import Counts, count
 from saria_vllm.policy.index import Mask
+from saria_vllm.rates import Rate
 from saria_vllm.types import Moved
 
 PAUSE_S = 10.0
@@ -26,36 +27,8 @@ READS_PAUSE_S = 60.0
 """How long nothing is read from a drive that fails reads or held up a load; it doubles in the same way."""
 READS_PAUSE_MAX_S = 3600.0
 
-AVERAGE_S = 5.0
-AVERAGE_BYTES = 512 << 20
-"""Rates are averages over about so many seconds in which the drive was busy, or so many bytes: a slow drive that became
-fast is given little and is hardly ever busy."""
-
-LEARNT_BYTES = 8 << 20
-"""A drive's rate is not known before it has moved so much."""
-
 LEAST_SHARE = 1 / 32
 """Of the fastest drive's chunks, for the slowest: what nobody reads from is never found to be fast again."""
-
-
-class _Rate:
-    """Bytes per second of busy time, as a moving average."""
-
-    __slots__ = ("_bytes", "_seconds")
-
-    def __init__(self) -> None:
-        self._bytes = self._seconds = 0.0
-
-    def learn(self, nbytes: int, seconds: float) -> None:
-        kept = math.exp(-seconds / AVERAGE_S - nbytes / AVERAGE_BYTES)
-        self._bytes = kept * self._bytes + nbytes
-        self._seconds = kept * self._seconds + seconds
-
-    @property
-    def known(self) -> float:
-        """0 while it is not known, never 0 when it is."""
-        enough = self._seconds > AVERAGE_S / 2 or (self._seconds > 0 and self._bytes >= LEARNT_BYTES)
-        return max(1.0, self._bytes / self._seconds) if enough else 0.0
 
 
 class _Pause:
@@ -82,7 +55,7 @@ class Striping:
     def __init__(self, drives: int) -> None:
         self.labels = [str(drive) for drive in range(drives)]
         """By drive: what it is called in counters and messages."""
-        self._reads, self._writes = [_Rate() for _ in range(drives)], [_Rate() for _ in range(drives)]
+        self._reads, self._writes = [Rate() for _ in range(drives)], [Rate() for _ in range(drives)]
         self._due = [0.0] * drives
         """When the last chunk given to each drive has been read, in a time in which the fastest takes 1 per chunk."""
         self._write_pauses, self._read_pauses = [_Pause() for _ in range(drives)], [_Pause() for _ in range(drives)]
@@ -112,6 +85,13 @@ class Striping:
             return [1.0] * len(rates)
         usual, fastest = sum(known) / len(known), max(known)
         return [max(LEAST_SHARE, (rate or usual) / fastest) for rate in rates]
+
+    def read_bytes_s(self, now: float) -> float:
+        """What one rank gets from all drives that are read from, 0 while that is not known; a drive that is not known
+        counts as a usual one."""
+        rates = [rate.known for rate, pause in zip(self._reads, self._read_pauses, strict=True) if now >= pause.until]
+        known = [rate for rate in rates if rate]
+        return sum(known) / len(known) * len(rates) if known else 0.0
 
     def spread(self, count: int, room: Mapping[int, int]) -> npt.NDArray[np.int64]:
         """The drive of each of the next chunks in their order, so that those of any long run are read from all drives

@@ -2,7 +2,7 @@
 
 Call order of one scheduler step: `match` and `is_loading` (questions, any number of times), `arrived` for a request
 that is served, or `touch` where it was before, `plan_load` for an allocated hit, `plan_store` for new chunks,
-`make_room`, then `finished` for every result of every rank.
+`make_room`, `plan_promote`, then `finished` for every result of every rank.
 A job ends when all ranks have reported it. Between plan and end its chunks are leased: their slots are not evicted
 and their segments not retired.
 """
@@ -205,39 +205,55 @@ class Tiers:
             if paused is not None:
                 lost |= paused[index.extent[rows, 0] % len(paused)]
             absent.append((rows < 0) | ((index.dram[rows] == NONE) & lost))
-        return self._plan_copies("store", prefix, first, absent, blocks, now)
+        return self._plan_copies("store", prefix, first, absent, blocks, now, [0] * len(absent))
 
-    def promote_until(self, prefix: Prefix, end: int, now: float) -> int:
-        """Where `plan_promote` should end so that as much of the first `end` chunks is in DRAM as promotion wants.
+    def promote_until(self, prefix: Prefix, first: int, end: int, now: float) -> int:
+        """Where `plan_promote` should end, of chunks first..end, which are about to be loaded, so that as much of the
+        prefix is in DRAM as promotion wants when its other chunks have been stored. Asked once, before the load, so
+        that nothing depends on the steps in which chunks are stored and evicted meanwhile.
 
-        The leading ones are promoted: every later request of the session has them, and eviction takes them last.
+        The leading ones are promoted: every later request of the session has them, and eviction takes them last. And
+        no more than there are slots for beside the rest of the prefix, which is newer than all else, and would go next.
         """
-        index = self.chunks.index
+        index, slots, headroom = self.chunks.index, self.chunks.slots, self.evictor.headroom
         ssd_only = np.zeros(end, np.bool_)
-        for rows in index.locate(prefix, 0, end):
-            ssd_only |= (rows >= 0) & (index.dram[rows] == NONE) & (index.ssd[rows] == VALID)
+        for rows in index.locate(prefix, 0, end):  # Those with a second chance are stored.
+            ssd_only |= (index.dram[rows] == NONE) & (index.ssd[rows] == VALID) & (index.again[rows] == 0) & (rows >= 0)
         found = ssd_only.nonzero()[0]
-        promote = chunks_to_promote(end - len(found), len(found), self.promotion.share(now))
-        return int(found[promote - 1]) + 1 if promote else 0
+        others = len(prefix.keys) - len(found)
+        room = min(slots.total(group) - kept for group, kept in enumerate(headroom)) - others
+        share = self.promotion.share(now)
+        promote = max(0, min(room, chunks_to_promote(others, len(found), share)))
+        found = found[found >= first][:promote]
+        return int(found[-1]) + 1 if found.size else first
+
+    def not_in_dram(self, prefix: Prefix, first: int, end: int) -> list[Mask]:
+        """By group: which of chunks first..end are to be promoted still. One may have left SSD since it was loaded."""
+        dram = self.chunks.index.dram
+        return [(rows < 0) | (dram[rows] == NONE) for rows in self.chunks.index.locate(prefix, first, end)]
 
     def plan_promote(
         self, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
     ) -> tuple[StoreJob | None, int]:
-        """Copy chunks first..end that are on SSD only back to DRAM, as far as there are slots; returns as `plan_store`.
+        """Copy chunks first..end that DRAM does not have back to it, as far as there are slots beyond the headroom,
+        which is for stores; returns as `plan_store`.
 
         Their blocks must hold their bytes: they were just loaded.
         """
-        index = self.chunks.index
-        absent = [
-            (rows >= 0) & (index.dram[rows] == NONE) & (index.ssd[rows] == VALID)
-            for rows in index.locate(prefix, first, end)
-        ]
-        return self._plan_copies("promote", prefix, first, absent, blocks, now)
+        absent = self.not_in_dram(prefix, first, end)
+        return self._plan_copies("promote", prefix, first, absent, blocks, now, self.evictor.headroom)
 
     def _plan_copies(
-        self, kind: str, prefix: Prefix, first: int, absent: Sequence[Mask], blocks: ChunkBlocks, now: float
+        self,
+        kind: str,
+        prefix: Prefix,
+        first: int,
+        absent: Sequence[Mask],
+        blocks: ChunkBlocks,
+        now: float,
+        reserve: Sequence[int],
     ) -> tuple[StoreJob | None, int]:
-        end = first + self._room_for(absent)
+        end = first + self._room_for(absent, reserve)
         job_id, job = 0, None
         parts = []
         for group, mask in enumerate(absent):
@@ -251,12 +267,12 @@ class Tiers:
             parts.append(StorePart(group, slots, blocks[group][wanted]))
         return (None if job is None else StoreJob(job_id, tuple(parts))), end
 
-    def _room_for(self, absent: Sequence[Mask]) -> int:
-        """How many leading chunks there are slots for, all groups together."""
+    def _room_for(self, absent: Sequence[Mask], reserve: Sequence[int]) -> int:
+        """How many leading chunks there are slots for, all groups together, so that `reserve` of each stay free."""
         slots, total = self.chunks.slots, len(absent[0])
-        if slots.slabs_short([int(mask.sum()) for mask in absent]) <= 0:
+        if slots.slabs_short([int(mask.sum()) + kept for mask, kept in zip(absent, reserve, strict=True)]) <= 0:
             return total
-        wanted = [np.concatenate(([0], np.cumsum(mask))) for mask in absent]
+        wanted = [np.concatenate(([0], np.cumsum(mask))) + kept for mask, kept in zip(absent, reserve, strict=True)]
         low, high = 0, total  # The largest number that fits: more chunks never need fewer slots.
         while low < high:
             middle = (low + high + 1) // 2
@@ -278,7 +294,8 @@ class Tiers:
             chunks.index.promoted[job.rows] = job.kind == "promote"
             self.evictor.consider(job.rows)
         if job.failed:
-            count(chunks.counts, "errors", len(job.failed), job.reason)
+            name = "errors" if job.kind == "store" else "unpromoted_chunks"
+            count(chunks.counts, name, len(job.failed), job.reason)
         elif not job.stale:
             count(chunks.counts, "stored_chunks" if job.kind == "store" else "promoted_chunks", len(job.rows))
 
@@ -307,9 +324,10 @@ class Tiers:
 
     # Room and ends.
 
-    def make_room(self, now: float) -> list[PersistJob]:
-        """Evict from DRAM until the headroom is there or on its way, and persist what admission wants."""
-        return self.evictor.make_room(now)
+    def make_room(self, now: float, promotions: Sequence[int] = ()) -> list[PersistJob]:
+        """Evict from DRAM until the headroom, and by group as many slots more as promotions want, are there or on their
+        way; and persist what admission wants."""
+        return self.evictor.make_room(now, promotions)
 
     def finished(self, results: Iterable[JobResult], now: float) -> int:
         """Take ranks' results, of each job at most one per rank. Returns how many jobs ended with them."""
@@ -326,11 +344,14 @@ class Tiers:
             self.evictor.end_persists(persists, now)
         return len(jobs)
 
-    def moved(self, moved: Iterable[Moved]) -> None:
-        """What ranks moved from and to drives: chunks to come go where they can be read soonest."""
+    def moved(self, moved: Iterable[Moved], ingress_bytes_s: float, now: float) -> None:
+        """What ranks moved from and to drives, and the rate at which DRAM reaches HBM, 0 while it is not known. Chunks
+        to come go where they can be read soonest, and promotion goes by the rates of both tiers."""
         if self.chunks.extents is not None:
+            striping = self.chunks.extents.striping
             for one in moved:
-                self.chunks.extents.striping.learn(one)
+                striping.learn(one)
+            self.promotion.measured(striping.read_bytes_s(now), ingress_bytes_s)
 
     def take_problems(self) -> list[str]:
         """What became of drives since the last call, to be said."""

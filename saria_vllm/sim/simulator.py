@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
-from saria_vllm.config import AdmissionConfig
+from saria_vllm.config import AdmissionConfig, PromotionMode
 from saria_vllm.metrics import Counts
 from saria_vllm.policy.admission import Admission, make_admission
 from saria_vllm.policy.endurance import DAY_S, Governor
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.hints import NO_HINTS, Hints
 from saria_vllm.policy.index import VALID, Prefix, Rows
-from saria_vllm.policy.promotion import Promotion, PromotionMode
+from saria_vllm.policy.promotion import Promotion
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
 from saria_vllm.sim.lru_extents import LruExtents
 from saria_vllm.sim.trace import Request
-from saria_vllm.types import GroupShape, Ints, JobResult, StoreJob
+from saria_vllm.types import GroupShape, Ints, JobResult
 
 _RECORD_BYTES = 4096
 """Of a simulated chunk: nothing depends on it; a write budget is scaled to it."""
@@ -193,14 +193,16 @@ class Simulator:
         hit = tiers.match(prefix, 0, end, time_s)
         tiers.arrived(prefix, hit, time_s, hints)
         dram, ssd = tiers.tier_tokens(prefix, 0, hit)
+        promoted = tiers.promote_until(prefix, 0, hit, time_s)
         if hit:
             job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)])
             tiers.finished([JobResult(job.job_id)], time_s)
         if ssd:
             rows = tiers.chunks.index.locate(prefix, 0, hit)[0]
             self._note_reads(rows[tiers.chunks.index.dram[rows] != VALID])
-        self._copy(tiers.plan_store, prefix, 0, end, time_s)
-        self._promote(prefix, end, time_s)
+        self._store(prefix, end, time_s)
+        if promoted:
+            self._promote(prefix, promoted, time_s)
         tiers.touch(prefix, end, 0, time_s)
         self._make_room(time_s)
         if self._refresh_all and self._lru is not None:
@@ -216,15 +218,17 @@ class Simulator:
         return SimRequest(time_s, prompt_tokens, dram, ssd)
 
     def _promote(self, prefix: Prefix, end: int, time_s: float) -> None:
-        """Copy to DRAM what only SSD has, as far as promotion wants. All of it is in HBM now, loaded or computed."""
-        stop = self.tiers.promote_until(prefix, end, time_s)
-        if stop:
-            self._copy(self.tiers.plan_promote, prefix, 0, stop, time_s)
+        """Copy to DRAM what only SSD has of the first `end` chunks. All of it is in HBM now, loaded or computed."""
+        self._make_room(time_s, [int(mask.sum()) for mask in self.tiers.not_in_dram(prefix, 0, end)])
+        job, _ = self.tiers.plan_promote(prefix, 0, end, [_blocks(end)], time_s)
+        if job is not None:
+            self.tiers.finished([JobResult(job.job_id)], time_s)
 
-    def _copy(self, plan: _Plan, prefix: Prefix, first: int, end: int, time_s: float) -> None:
+    def _store(self, prefix: Prefix, end: int, time_s: float) -> None:
         """Copy chunks into DRAM, and make room, until all are there or none can be evicted any more."""
+        first = 0
         while first < end:
-            job, went_on = plan(prefix, first, end, [_blocks(end - first)], time_s)
+            job, went_on = self.tiers.plan_store(prefix, first, end, [_blocks(end - first)], time_s)
             if job is not None:
                 self.tiers.finished([JobResult(job.job_id)], time_s)
             self._make_room(time_s)
@@ -232,10 +236,10 @@ class Simulator:
                 return
             first = went_on
 
-    def _make_room(self, time_s: float) -> None:
+    def _make_room(self, time_s: float, promotions: Sequence[int] = ()) -> None:
         tiers, result = self.tiers, self.result
         free = tiers.chunks.slots.free(0)
-        persists = tiers.make_room(time_s)
+        persists = tiers.make_room(time_s, promotions)
         if persists:
             tiers.finished([JobResult(persist.job_id) for persist in persists], time_s)
             self._note_writes([key for persist in persists for key in persist.keys], time_s)
@@ -267,9 +271,6 @@ class Simulator:
     def _note_reads(self, rows: Rows) -> None:
         self.result.ssd_read_once_tokens += int(self._unread[rows].sum()) * self.config.chunk_tokens
         self._unread[rows] = False
-
-
-_Plan = Callable[[Prefix, int, int, list[Ints], float], tuple[StoreJob | None, int]]
 
 
 def key_of(number: int) -> bytes:

@@ -1,10 +1,31 @@
-"""What the naive model of `Tiers` knows of bytes and of jobs in flight."""
+"""What the naive model of `Tiers` knows of bytes, of jobs in flight and of admission."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
-from saria_vllm.types import Extent, LoadJob, PersistJob, Slot, StoreJob
+from saria_vllm.config import AdmissionConfig
+from saria_vllm.policy.index import Prefix
+from saria_vllm.types import Extent, Ints, LoadJob, PersistJob, Slot, StoreJob
+
+Plan = Callable[[Prefix, int, int, list[Ints], float], tuple[StoreJob | None, int]]
+"""`Tiers.plan_store` or `plan_promote`."""
+
+ADMISSIONS = [
+    AdmissionConfig(),
+    AdmissionConfig(policy="full_duplicate"),
+    AdmissionConfig(policy="saria", evictions=1),
+    AdmissionConfig(policy="saria", evictions=2),
+    AdmissionConfig(policy="saria", evictions=3),
+    AdmissionConfig(policy="saria", evictions=2, reuses=2),
+    AdmissionConfig(policy="dram_only"),
+    AdmissionConfig(policy="score"),
+]
+
+EVICTIONS_MIN = {"full_duplicate": 1, "dram_only": sys.maxsize}
+"""On which eviction they write a chunk; `saria` says so itself."""
 
 
 class Content(NamedTuple):

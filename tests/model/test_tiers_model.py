@@ -14,7 +14,7 @@ from collections import Counter
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from flights import TORN, Chunk, Content, Flight, Place
+from flights import ADMISSIONS, EVICTIONS_MIN, TORN, Chunk, Content, Flight, Place, Plan
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -60,20 +60,6 @@ CELLS, RECORDS = [4, 2], [3, 2]
 
 PICK = st.integers(0, 999)
 """Chooses one of as many as there are."""
-
-ADMISSIONS = [
-    AdmissionConfig(),
-    AdmissionConfig(policy="full_duplicate"),
-    AdmissionConfig(policy="saria", evictions=1),
-    AdmissionConfig(policy="saria", evictions=2),
-    AdmissionConfig(policy="saria", evictions=3),
-    AdmissionConfig(policy="saria", evictions=2, reuses=2),
-    AdmissionConfig(policy="dram_only"),
-    AdmissionConfig(policy="score"),
-]
-
-EVICTIONS_MIN = {"full_duplicate": 1, "dram_only": sys.maxsize}
-"""On which eviction they write a chunk; `saria` says so itself."""
 
 SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None)
 """A few seconds. To search longer: more examples."""
@@ -150,16 +136,29 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(path=st.sampled_from(PATHS), first=st.sampled_from([0, 0, 1, 2, 3]), length=st.sampled_from([6, 3, 2, 1]))
     def store(self, path: list[bytes], first: int, length: int) -> None:
         end = min(first + length, len(path))
-        if first >= end:
-            return
-        blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
         wanted = [Chunk(g, path[i]) for g in range(self.groups) for i in range(first, end)]
         reused = path[: self.prefix(path).reused]
         expected = [
             c for c in wanted if c not in self.dram and (c not in self.ssd or c in self.granted or c.key not in reused)
         ]
+        self.copy(self.tiers.plan_store, path, first, end, expected, [0] * self.groups)
+
+    @rule(path=st.sampled_from(PATHS), first=st.sampled_from([0, 0, 1, 2]), length=st.sampled_from([6, 3, 2]))
+    def promote(self, path: list[bytes], first: int, length: int) -> None:
+        end = min(first + length, len(path))
+        wanted = [Chunk(g, path[i]) for g in range(self.groups) for i in range(first, end)]
+        expected = [chunk for chunk in wanted if chunk not in self.dram]
+        self.copy(self.tiers.plan_promote, path, first, end, expected, self.headroom)
+
+    def copy(
+        self, plan: Plan, path: list[bytes], first: int, end: int, expected: list[Chunk], reserve: list[int]
+    ) -> None:
+        """Chunks go to DRAM as far as there is room beside a reserve."""
+        if first >= end:
+            return
+        blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
         used = self.slots_in_use()
-        job, went_on = self.tiers.plan_store(self.prefix(path), first, end, blocks, self.now)
+        job, went_on = plan(self.prefix(path), first, end, blocks, self.now)
         assert first <= went_on <= end
         planned = [Chunk(item.group, path[first + item.blocks[0] % 1000]) for item in job.items] if job else []
         assert planned == [chunk for chunk in expected if path.index(chunk.key) < went_on]
@@ -173,9 +172,10 @@ class TiersMachine(RuleBasedStateMachine):
                 contents[place] = TORN
         if job is not None:
             self.flights[job.job_id] = Flight(job, self.generation, self.ranks, [chunk.key for chunk in planned])
+            assert self.would_fit(reserve), "it took what stores need"
         if went_on < end:
-            missing = [sum(chunk == Chunk(g, path[went_on]) for chunk in expected) for g in range(self.groups)]
-            assert not self.would_fit(missing), "a store stopped although its next chunk fits"
+            missing = [reserve[g] + expected.count(Chunk(g, path[went_on])) for g in range(self.groups)]
+            assert not self.would_fit(missing), "it stopped although its next chunk fits"
 
     @rule(path=st.sampled_from(PATHS), first=st.sampled_from([0, 0, 1, 2]), length=st.sampled_from([6, 3, 2, 1]))
     def load(self, path: list[bytes], first: int, length: int) -> None:
@@ -216,14 +216,14 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers.arrived(self.prefix(path), min(reused, len(path)), self.now)
         self.touched(path, len(path))
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, 20.0]))
-    def make_room(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.0, 1.0, 20.0]), more=st.sampled_from([0, 0, 1, 3]))
+    def make_room(self, seconds: float, more: int) -> None:
         self.now += seconds
         leased = {place for flight in self.flights.values() for place in flight.slots()}
         before = dict(self.dram)
-        needed = not self.would_fit(self.coming())
+        needed = not self.would_fit([coming + more for coming in self.coming()])
         refused = self.counted("dropped_chunks:not_admitted")
-        persists = self.tiers.make_room(self.now)
+        persists = self.tiers.make_room(self.now, [more] * self.groups)
         self.check_admission(before, persists, self.counted("dropped_chunks:not_admitted") - refused)
         self.drain_retired()
         index = self.tiers.chunks.index

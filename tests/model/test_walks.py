@@ -31,15 +31,19 @@ def walk(model: TiersMachine, rng: random.Random, steps: int) -> None:
     failing = [()] * 20 + [(0,), (1, 2), (3,)]
     for _ in range(steps):
         path, first, length = rng.choice(PATHS), rng.choice([0, 0, 0, 1, 2]), rng.choice([6, 6, 3, 1])
-        match rng.choice(["store"] * 3 + ["load"] * 3 + ["arrive", "room", "room"] + ["run"] * 9 + ["all", "rare"]):
+        match rng.choice(
+            ["store"] * 3 + ["load"] * 3 + ["promote", "arrive", "room", "room"] + ["run"] * 9 + ["all", "rare"]
+        ):
             case "store":
                 model.store(path=path, first=first, length=length)
             case "load":
                 model.load(path=path, first=first, length=length)
+            case "promote":
+                model.promote(path=path, first=first, length=length)
             case "arrive":
                 model.arrive(path=path, reused=rng.randrange(7))
             case "room":
-                model.make_room(seconds=rng.choice([0.0, 1.0, 20.0]))
+                model.make_room(seconds=rng.choice([0.0, 1.0, 20.0]), more=rng.choice([0, 0, 1, 3]))
             case "run" if model.flights:
                 model.run_rank(job=rng.randrange(999), rank=rng.randrange(2), failing=rng.choice(failing))
             case "all" if model.flights:

@@ -331,6 +331,11 @@ class Rig:
         self.executor.submit_store(store_job(job_id, items))
         return job_id
 
+    def promote(self, *items: StoreItem) -> int:
+        job_id = next(self._jobs)
+        self.executor.submit_promotion(store_job(job_id, items))
+        return job_id
+
     def load(self, *items: LoadItem) -> int:
         job_id = next(self._jobs)
         self.executor.submit_load(load_job(job_id, f"request{job_id}", items))

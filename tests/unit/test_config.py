@@ -68,6 +68,7 @@ def test_everything_set() -> None:
             "chunk_tokens": 256,
             "admission": {"policy": "saria", "evictions": 3, "reuses": 4, "ghosts_max": 10},
             "endurance": {"target_dwpd": 2, "rated_capacity": "30TB", "hard_cap_dwpd": 2.5},
+            "promotion": 0.25,
             "ssd_engine": "posix",
             "io_threads": 4,
             "io_cpus": [0],
@@ -80,7 +81,7 @@ def test_everything_set() -> None:
     assert config.admission == AdmissionConfig("saria", 3, 4, ghosts_max=10)
     assert config.endurance == EnduranceConfig(2.0, 30 * 10**12, 2.5)
     assert (config.chunk_tokens, config.ssd_engine, config.io_threads) == (256, "posix", 4)
-    assert (config.io_cpus, config.namespace) == ((0,), "blue")
+    assert (config.io_cpus, config.namespace, config.promotion) == ((0,), "blue", 0.25)
     assert config.trace_record == "/mnt/trace.jsonl"
     assert "trace_record=/mnt/trace.jsonl" in config.describe()
 
@@ -110,8 +111,8 @@ def test_the_given_mapping_is_not_changed() -> None:
 def test_effective_values_are_one_line_with_totals_and_absolute_paths() -> None:
     line = SariaConfig.from_extra({**WITH_SSD, "ssd_paths": ["/mnt//nvme0/x/../saria/"]}).describe()
     assert "\n" not in line
-    for part in ("dram_capacity=1.00GiB", "ssd_capacity=2.00TiB", "/mnt/nvme0/saria", "chunk_tokens=auto", "saria"):
-        assert part in line
+    parts = ("dram_capacity=1.00GiB", "ssd_capacity=2.00TiB", "/mnt/nvme0/saria", "chunk_tokens=auto", "promotion=auto")
+    assert [part for part in parts if part not in line] == []
     assert "endurance=(0.75 DWPD, at most 1, of the drives' size)" in line
     rated = SariaConfig.from_extra({**WITH_SSD, "endurance": {"rated_capacity": "3TiB"}}).describe()
     assert "of 3.00TiB" in rated
@@ -212,6 +213,7 @@ TYPOS = {
     "chunk_tokens": ["chunk_token", "chunktokens", "chunk_size_tokens"],
     "admission": ["admision", "admissions", "Admission"],
     "endurance": ["endurence", "Endurance", "endurances"],
+    "promotion": ["promote", "promotions", "Promotion"],
     "ssd_engine": ["ssd_engin", "sdd_engine", "ssdEngine"],
     "io_threads": ["io_thread", "iothreads", "io-threads"],
     "io_cpus": ["io_cpu", "iocpus"],
@@ -283,6 +285,7 @@ def test_b49_a_missing_dram_capacity_says_what_to_give() -> None:
         ("chunk_tokens", 16.0, "a whole number"),
         ("chunk_tokens", True, "a whole number"),
         ("chunk_tokens", None, "a whole number"),
+        *(("promotion", wrong, '"auto" or a number from 0 to 1') for wrong in ("all", 1.5, -0.1, True, float("nan"))),
         ("ssd_engine", "uring", "one of auto, io_uring, io_uring_sqpoll, posix, nixl, kvikio"),
         ("ssd_engine", 1, "one of auto, io_uring, io_uring_sqpoll, posix, nixl, kvikio"),
         ("io_threads", "2", "a whole number from 0 to 256"),

@@ -75,3 +75,22 @@ def test_a_fixed_share_knows_no_pressure(share):
     promotion = Promotion(share, 0.9)
     promotion.evicted(1 << 20, 0.0)
     assert promotion.share(0.0) == share
+
+
+def test_auto_goes_by_measured_rates_once_both_are_known():
+    promotion = Promotion("auto", 0.5)
+    promotion.measured(1e9, 0.0)
+    promotion.measured(0.0, 4e9)
+    assert promotion.share(0.0) == 0.5, "one rate says nothing"
+    promotion.measured(1e9, 4e9)
+    assert promotion.share(0.0) == 0.75
+    promotion.measured(0.0, 0.0)
+    assert promotion.share(0.0) == 0.75, "what is not known any more is believed on"
+    promotion.measured(5e9, 4e9)
+    assert promotion.share(0.0) == 0, "drives faster than the ingress need no DRAM"
+
+
+def test_a_fixed_share_knows_no_rates():
+    promotion = Promotion(0.25)
+    promotion.measured(1e9, 4e9)
+    assert promotion.share(0.0) == 0.25

@@ -9,7 +9,6 @@ import pytest
 
 from saria_vllm.policy.extents import GROWTH_S, ExtentAllocator
 from saria_vllm.policy.striping import (
-    AVERAGE_S,
     FULL_PAUSE_MAX_S,
     LEAST_SHARE,
     PAUSE_MAX_S,
@@ -18,6 +17,7 @@ from saria_vllm.policy.striping import (
     READS_PAUSE_S,
     Striping,
 )
+from saria_vllm.rates import AVERAGE_S
 from saria_vllm.types import Ints, Moved
 
 MIB = 1 << 20
@@ -243,3 +243,17 @@ def test_a_drive_whose_directory_is_gone_is_left_and_said_once() -> None:
     said = machine.extents.striping.problems
     assert len(said) == 2
     assert "SSD tier is off" in said[1] and "off" not in said[0]
+
+
+def test_what_all_drives_read_together_leaves_out_those_that_are_not_read_from() -> None:
+    striping = Machine([1e9] * 3).extents.striping
+    assert striping.read_bytes_s(0.0) == 0
+    striping.learn(Moved(0, 1000 * MIB, 1.0, 0, 0.0))
+    assert striping.read_bytes_s(0.0) == pytest.approx(3000 * MIB), "others are believed to be as fast"
+    striping.learn(Moved(1, 400 * MIB, 1.0, 1000 * MIB, 1.0))
+    assert striping.read_bytes_s(0.0) == pytest.approx(2100 * MIB)
+    striping.late(0, 0.0)
+    assert striping.read_bytes_s(1.0) == pytest.approx(800 * MIB)
+    striping.leave_out(2)
+    assert striping.read_bytes_s(1.0) == pytest.approx(400 * MIB)
+    assert striping.read_bytes_s(READS_PAUSE_S) == pytest.approx(1400 * MIB)

@@ -532,7 +532,7 @@ def test_a_chunk_worth_a_write_waits_while_half_of_the_headroom_is_there() -> No
 def test_news_of_drives_are_nothing_to_a_tier_that_is_not_open() -> None:
     tiers = make_tiers(ssd=False)
     store(tiers, KEYS[:2])
-    tiers.moved([Moved(0, 4096, 0.1, 0, 0.0)])
+    tiers.moved([Moved(0, 4096, 0.1, 0, 0.0)], 0.0, 0.0)
     tiers.shrink_ssd()
     tiers.adopt_others([FoundChunk(0, b"theirs", b"", Extent(1, 0, 0))], [(1, 5)])
     assert tiers.take_problems() == []

@@ -103,10 +103,10 @@ def store(tiers: Tiers, keys: Sequence[bytes], first: int = 0) -> None:
 
 def evict_all(tiers: Tiers, now: float = 0.0) -> list[PersistJob]:
     """Ask for more room than there is."""
-    headroom, tiers.evictor._headroom = tiers.evictor._headroom, [10**6] * len(tiers.shapes)
+    headroom, tiers.evictor.headroom = tiers.evictor.headroom, [10**6] * len(tiers.shapes)
     tiers.evictor._enough_at = -1
     jobs = tiers.make_room(now)
-    tiers.evictor._headroom = headroom
+    tiers.evictor.headroom = headroom
     tiers.check()
     return jobs
 
