@@ -26,6 +26,7 @@ _UNITS = {
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*")
 
 AdmissionPolicy = Literal["return", "saria", "score", "full_duplicate", "dram_only"]
+PacingMode = Literal["priority", "matched", "off"]
 SsdEngineName = Literal["auto", "io_uring", "io_uring_sqpoll", "posix", "nixl", "kvikio"]
 
 SSD_PATHS_MAX = 64
