@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from saria_connector import layout
 from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
 from saria_connector.sizing import Sizing
-from saria_vllm.config import SariaConfig
+from saria_vllm.config import SariaConfig, format_rate
 from saria_vllm.engine.executor import Executor
+from saria_vllm.engine.link_rate import measure_link
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
 from saria_vllm.metrics import Counts, count
@@ -44,13 +45,23 @@ class WorkerSide:
         if self._config.ssd_paths:
             open_engine(self._config.ssd_engine, 2)[0].close()  # A configured engine that cannot work is an error now.
         pool = DramPool(self._pool_name, sizing.dram_bytes, self._rank % sizing.ranks, sizing.ranks, sizing.slab_bytes)
+        shapes, pacing, link = {shape.group: shape for shape in sizing.shapes}, self._config.pacing, 0.0
+        if pacing.mode != "off":  # No request has come yet: what the blocks hold does not matter.
+            group, shape = next(iter(shapes.items()))
+            link = measure_link(pool, maps[group], shape, self._kv_cache_config.num_blocks)
+            logger.info(
+                "SARIA rank %d: DRAM to HBM was measured at %s; pacing %s",
+                self._rank, format_rate(link), pacing.describe(),
+            )  # fmt: skip
         self._executor = Executor(
             pool,
             maps,
-            {shape.group: shape for shape in sizing.shapes},
+            shapes,
             ssd_engine=self._config.ssd_engine,
             io_threads=self._config.io_threads,
             cpus=self._config.io_cpus,
+            pacing=pacing,
+            link=link,
         )
 
     def start(self, metadata: SariaMetadata) -> bool:

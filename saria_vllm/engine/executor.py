@@ -1,49 +1,51 @@
 """One rank's executor: takes jobs, moves their bytes on its own threads, hands back their ends.
 
-Loads: DRAM items are copied by the copy thread while SSD items are read, verified and scattered by the SSD threads, at
-the same time. Stores are copied by the copy thread, after loads. Persists are written from the pool itself.
+Loads: DRAM items are copied by the copy thread, piece by piece as the pacer allows, while SSD items are read, verified
+and scattered by the SSD threads, at the same time. Stores are copied by the copy thread when no load may be. Persists
+are written from the pool itself.
 The engine's thread only appends to queues and drains `poll` once per step.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from saria_vllm import _native
-from saria_vllm.config import SsdEngineName
+from saria_vllm.config import PacingConfig, SsdEngineName
 from saria_vllm.engine.cpus import PINNED_CPUS, io_cpus, near_drive, pin_this_thread
 from saria_vllm.engine.jobs import Ends, LoadState, PersistState
+from saria_vllm.engine.pieces import Piece, Pieces
 from saria_vllm.engine.pool import DramPool
-from saria_vllm.engine.ssd_engine import open_engine
+from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
 from saria_vllm.engine.ssd_thread import Read, Retire, SsdThread, Write, depth_for
 from saria_vllm.errors import StorageError
 from saria_vllm.metrics import Counts
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import (
     GroupShape,
-    Ints,
     JobResult,
     LoadJob,
-    LoadPart,
     Moved,
     OpenedSsd,
     OpenSsd,
     PersistJob,
     Slot,
     StoreJob,
-    StorePart,
 )
 
 PIECE_BYTES = 16 << 20
-"""Bytes copied between two looks at the queues."""
+"""Bytes of a store copied between two looks at the queues."""
+
+LOOK_S = 0.005
+"""Between two looks at loads that have to wait: what they wait for changes."""
 
 CLOSE_S = 2.0
 """How long `close` waits for what is in flight."""
@@ -52,23 +54,15 @@ NOTES_SAID_MAX = 5
 """Of what the SSD tier noted while it opened, so many are told."""
 
 
-class Piece(NamedTuple):
-    """Chunks of one group that are copied in one go."""
-
-    group: int
-    positions: list[int]
-    """In the job."""
-    slots: Ints
-    blocks: Ints
-
-
 class Executor:
     """See the module's text.
 
     Args:
         maps: pages of each group in HBM.
         shapes: sizes of each group on this rank.
-        ssd_engine, io_threads, cpus: as configured.
+        ssd_engine, io_threads, cpus, pacing: as configured.
+        link: what copies from DRAM into HBM reach, bytes per second; 0: to be seen.
+        opener: makes an SSD engine; see `open_engine`.
     """
 
     def __init__(
@@ -80,12 +74,15 @@ class Executor:
         ssd_engine: SsdEngineName = "auto",
         io_threads: int = 0,
         cpus: Sequence[int] = (),
+        pacing: PacingConfig = PacingConfig(),  # noqa: B008  Frozen.
+        link: float = 0.0,
+        opener: Callable[[SsdEngineName, int], tuple[SsdEngine, str]] = open_engine,
     ) -> None:
         self._pool, self._maps, self._shapes = pool, maps, shapes
-        self._ssd_engine, self._io_threads = ssd_engine, io_threads
+        self._ssd_engine, self._io_threads, self._open_engine = ssd_engine, io_threads, opener
         self._cpus = io_cpus(cpus, os.sched_getaffinity(0), os.cpu_count() or 1)
         self._near_drives = not cpus
-        self._ends = Ends()
+        self._ends = Ends(pacing, link)
         self._store: SegmentStore | None = None
         self._ssd: list[SsdThread] = []
         """By drive; where a drive has several threads, every so many."""
@@ -94,7 +91,8 @@ class Executor:
         self._opened: OpenedSsd | None = None
         self._engine_note = ""
         self._opener: threading.Thread | None = None
-        self._loads: deque[LoadState] = deque()
+        self._paced_s = 0.0
+        """Waited for the pacer, and not counted yet."""
         self._stores: deque[StoreJob] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -133,6 +131,7 @@ class Executor:
             self._ends.items(state, on_ssd, "not_found")
             on_ssd = []
         reads: dict[SsdThread, list[Read]] = {}
+        places: dict[int, tuple[int, int]] = {}
         if on_ssd:
             sizes = np.repeat(
                 [self._shapes[part.group].record_bytes for part in job.parts], [len(part.keys) for part in job.parts]
@@ -141,12 +140,14 @@ class Executor:
             places = dict(zip(on_ssd, zip(*columns, strict=True), strict=True))
             for position, (drive, _) in places.items():
                 reads.setdefault(next(self._readers[drive]), []).append(Read(state, position))
-            self._ends.begin_reads(state, places, time.monotonic())
+        with self._wake:
+            self._ends.begin_moves(state, Pieces(job.parts, self._shapes), places, time.monotonic())
+            closing = self._closing
+            self._wake.notify()
+        if closing:
+            self._ends.give_up(state, "other")
         for thread, ops in reads.items():
             thread.submit(ops)
-        in_dram = _in_dram(job)
-        if in_dram and not self._queue(self._loads, state):
-            self._ends.items(state, in_dram, "other")
 
     def refuse_load(self, job: LoadJob) -> None:
         """End a load as failed without touching a byte."""
@@ -154,7 +155,12 @@ class Executor:
 
     def submit_store(self, job: StoreJob) -> None:
         """The blocks must hold their final bytes, and stay untouched until the job has ended."""
-        if not self._queue(self._stores, job):
+        with self._wake:
+            closing = self._closing
+            if not closing:
+                self._stores.append(job)
+                self._wake.notify()
+        if closing:
             self._fail_store(job)
 
     def submit_persist(self, job: PersistJob) -> None:
@@ -243,7 +249,8 @@ class Executor:
             self._opened = OpenedSsd(problem=f"{type(error).__name__}: {error}")
 
     def _start_ssd(self, number: int, store: SegmentStore) -> SsdThread:
-        engine, note = open_engine(self._ssd_engine, depth_for(max(s.record_bytes for s in self._shapes.values())))
+        depth = depth_for(max(shape.record_bytes for shape in self._shapes.values()))
+        engine, note = self._open_engine(self._ssd_engine, depth)
         self._engine_note = note
         drive = store.drives[number % len(store.drives)]
         cpus = near_drive(self._cpus, drive.directory) if drive and self._near_drives else self._cpus
@@ -264,65 +271,73 @@ class Executor:
     def _writer(self, drive: int) -> SsdThread:
         return self._ssd[drive % len(self._readers)]
 
-    def _queue(self, queue: deque[Any], entry: object) -> bool:
-        """Hand something to the copy thread. False when that is closing."""
-        with self._wake:
-            if not self._closing:
-                queue.append(entry)
-                self._wake.notify()
-            return not self._closing
-
     def _copy_loop(self) -> None:
         pin_this_thread(self._cpus)
         while True:
             with self._wake:
-                while not (self._loads or self._stores or self._closing):
-                    self._wake.wait()
+                while not (self._stores or self._closing or self._wait_for_load()):
+                    pass
                 if self._closing:
                     break
                 store = self._stores.popleft() if self._stores else None
             self._copy_loads()
             if store is not None:
                 self._copy_store(store)
-        for state in self._loads:
-            self._ends.items(state, _in_dram(state.job), "other")
+        for state in self._ends.live():
+            self._ends.give_up(state, "other")
         for store in self._stores:
             self._fail_store(store)
 
-    def _copy_loads(self) -> None:
-        while self._loads and not self._closing:
-            self._copy_load(self._loads.popleft())
+    def _wait_for_load(self) -> bool:
+        """Wait until something may have changed. Whether a load may be copied, without having waited."""
+        turn = self._ends.choose()
+        if turn.load is not None:
+            return True
+        if turn.wait_s == math.inf:
+            self._wake.wait()
+        else:
+            began = time.monotonic()
+            self._wake.wait(min(turn.wait_s, LOOK_S))
+            self._paced_s += time.monotonic() - began
+            self._ends.count("paced_ms", int(self._paced_s * 1000))
+            self._paced_s %= 0.001
+        return False
 
-    def _copy_load(self, state: LoadState) -> None:
-        left = set(_in_dram(state.job))
+    def _copy_loads(self) -> None:
+        """Copy what may be copied now."""
+        while not self._closing and isinstance(state := (turn := self._ends.choose()).load, LoadState):
+            self._copy_piece(state, turn.nbytes)
+
+    def _copy_piece(self, state: LoadState, nbytes: int) -> None:
         try:
-            for piece in _pieces(state.job.parts, self._shapes):
-                if self._closing:
-                    break
-                sources = self._addresses(piece)
-                if not self._ends.may_write(state):
-                    return
-                try:
-                    self._maps[piece.group].scatter_many(sources, piece.blocks.tolist())
-                finally:
-                    self._ends.wrote(state)
-                self._ends.count("load_bytes", self._shapes[piece.group].record_bytes * len(sources), "dram")
-                self._ends.items(state, piece.positions)
-                left.difference_update(piece.positions)
+            piece = state.pieces.next(nbytes) if state.pieces is not None else None
+            if piece is None or not self._ends.may_write(state):
+                self._ends.give_up(state, "other")
+                return
+            began = time.monotonic()
+            self._ends.take(state, piece.nbytes)
+            try:
+                self._maps[piece.group].scatter_many(self._addresses(piece), piece.blocks.tolist())
+            except Exception:
+                self._ends.items(state, piece.positions, "other")
+                raise
+            finally:
+                self._ends.wrote(state)
+            self._ends.copied(piece.nbytes, began)
+            self._ends.count("load_bytes", piece.nbytes, "dram")
+            self._ends.items(state, piece.positions)
         except Exception as error:
             self._fault("load", error)
-        if left:
-            self._ends.items(state, left, "other")
+            self._ends.give_up(state, "other")
 
     def _copy_store(self, job: StoreJob) -> None:
         copied = 0
         try:
-            for piece in _pieces(job.parts, self._shapes):
-                if self._closing:
-                    break
+            pieces = Pieces(job.parts, self._shapes)
+            while not self._closing and (piece := pieces.next(PIECE_BYTES)) is not None:
                 targets = self._addresses(piece)
                 self._maps[piece.group].gather_many(targets, piece.blocks.tolist())
-                self._ends.count("store_bytes", self._shapes[piece.group].record_bytes * len(targets))
+                self._ends.count("store_bytes", piece.nbytes)
                 copied += len(targets)
                 self._copy_loads()
         except Exception as error:
@@ -342,25 +357,6 @@ class Executor:
     def _fault(self, what: str, error: Exception) -> None:
         self._ends.count("internal_errors", 1)
         self._ends.say_once(f"{what} fault", f"a {what} between HBM and DRAM failed: {type(error).__name__}: {error}")
-
-
-def _pieces(parts: Sequence[LoadPart | StorePart], shapes: Mapping[int, GroupShape]) -> Iterator[Piece]:
-    """The chunks of a job that have a slot, at most `PIECE_BYTES` at once."""
-    before = 0
-    for part in parts:
-        positions = (part.slots[:, 0] >= 0).nonzero()[0]
-        step = max(1, PIECE_BYTES // shapes[part.group].record_bytes)
-        for start in range(0, len(positions), step):
-            some = positions[start : start + step]
-            yield Piece(part.group, (some + before).tolist(), part.slots[some], part.blocks[some])
-        before += len(part.slots)
-
-
-def _in_dram(job: LoadJob) -> list[int]:
-    """Positions of the chunks that come from DRAM."""
-    slabs = [part.slots[:, 0] for part in job.parts]
-    positions: list[int] = (np.concatenate(slabs) >= 0).nonzero()[0].tolist() if slabs else []
-    return positions
 
 
 def _all_positions(job: LoadJob | StoreJob) -> tuple[int, ...]:

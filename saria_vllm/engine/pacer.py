@@ -210,6 +210,12 @@ class Pacer:
         if nbytes >= SAMPLE_BYTES_MIN and not self._reading() and began >= self._read_until:
             self._link.add(nbytes, now - began)
 
+    def give_up(self, load: Load, now: float) -> None:
+        """Nothing more of a load will be copied from DRAM."""
+        self._advance(now)
+        if load in self._loads:
+            self._loads[load].dram = 0
+
     def end(self, load: Load, now: float) -> None:
         """A load ended, whatever of it has been moved. May be called twice."""
         self._advance(now)

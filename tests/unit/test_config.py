@@ -212,6 +212,7 @@ TYPOS = {
     "chunk_tokens": ["chunk_token", "chunktokens", "chunk_size_tokens"],
     "admission": ["admision", "admissions", "Admission"],
     "endurance": ["endurence", "Endurance", "endurances"],
+    "pacing": ["paceing", "Pacing", "pacin"],
     "ssd_engine": ["ssd_engin", "sdd_engine", "ssdEngine"],
     "io_threads": ["io_thread", "iothreads", "io-threads"],
     "io_cpus": ["io_cpu", "iocpus"],
