@@ -21,7 +21,7 @@ from saria_vllm import _native
 from saria_vllm.engine.ssd_engine import SsdEngine
 
 WINDOW_BYTES = 64 << 20
-"""The time before is that in which the ingress moves so much: some pieces."""
+"""The time before is that in which the ingress moves so much, some pieces, or since copying began."""
 
 STEPS = 16
 """In which a window passes: rates are constant within one."""
@@ -63,10 +63,10 @@ class Contention:
         self.advance(now)
         return nbytes / (self._ingress - self._reading() / 2)
 
-    def copied(self, nbytes: int, began: float, now: float) -> None:
-        """A piece was copied within that time."""
+    def copied(self, nbytes: int, began: float, ends: float) -> None:
+        """A piece is copied within that time."""
         self.advance(began)
-        self._pieces.append((began, now, nbytes))
+        self._pieces.append((began, ends, nbytes))
 
     def next_s(self) -> float:
         """How long nothing ends on the drives, or less."""
@@ -101,12 +101,14 @@ class Contention:
         since = self._now - self._window_s
         while self._pieces and self._pieces[0][1] <= since:
             self._pieces.popleft()
-        copied = 0.0
+        if not self._pieces:
+            return self._reading()
+        copied, span = 0.0, min(self._window_s, self._now - self._pieces[0][0])
         for began, ended, nbytes in self._pieces:
             inside = min(ended, self._now) - max(began, since)
             copied += nbytes * max(0.0, inside) / max(1e-12, ended - began)
         most = self._reading()
-        return min(most, max(most / 2, self._ingress - copied / self._window_s))
+        return min(most, max(most / 2, self._ingress - copied / max(1e-9, span)))
 
 
 class Emulation:
@@ -140,13 +142,12 @@ class Emulation:
         with self._lock:
             began = self.now()
             ends = began + self._contention.copy_s(nbytes, began)
+            self._contention.copied(nbytes, began, ends)
         try:
             copy()
         finally:
             while (left := ends - self.now()) > 0:
                 self.sleep(left)
-            with self._lock:
-                self._contention.copied(nbytes, began, self.now())
 
 
 class EmulatedMap:

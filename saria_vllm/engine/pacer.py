@@ -42,13 +42,17 @@ CREDIT_PIECES = 2
 SAMPLE_BYTES_MIN = 1 << 20
 """Less says nothing about a rate."""
 
-SAMPLE_S = 0.02
+SAMPLE_S = 0.05
+"""Reads end in bursts: less says little, either."""
 
 STUCK_S = 1.0
 """A drive that moves nothing for so long gets slower all the same."""
 
-RISE_S, FALL_S = 0.1, 2.0
-"""Time constants of moving averages: a stream that was held back says little about what it can do."""
+AVERAGE_S = 0.2
+"""Time constant of moving averages, in time in which something moves."""
+
+HELD_S = 1.0
+"""The same for a drive that seems to get slower: more often it was held back."""
 
 Load = Hashable
 """Names a load."""
@@ -56,10 +60,10 @@ Load = Hashable
 
 class Rate:
     """A moving average, in bytes per second of the time in which there was something to move; 0 before the first
-    sample."""
+    sample. `fall_s` is its time constant for samples below it."""
 
-    def __init__(self, value: float = 0.0) -> None:
-        self.value = value
+    def __init__(self, value: float = 0.0, fall_s: float = AVERAGE_S) -> None:
+        self.value, self._fall_s = value, fall_s
 
     def add(self, nbytes: int, seconds: float) -> None:
         """So many bytes took so long."""
@@ -69,8 +73,8 @@ class Rate:
         if not self.value:
             self.value = found
             return
-        weight = -math.expm1(-seconds / (RISE_S if found > self.value else FALL_S))
-        self.value += (found - self.value) * weight
+        average_s = AVERAGE_S if found > self.value else self._fall_s
+        self.value += (found - self.value) * -math.expm1(-seconds / average_s)
 
 
 class Turn(NamedTuple):
@@ -86,7 +90,7 @@ class _Drive:
     """What is being read from a drive, and how fast that is seen to go."""
 
     def __init__(self) -> None:
-        self.rate = Rate()
+        self.rate = Rate(fall_s=HELD_S)
         self.in_flight = 0
         self._moved, self._since = 0, 0.0
 

@@ -16,6 +16,7 @@ from saria_vllm.engine import jobs as jobs_module
 from saria_vllm.engine import pacer as pacer_module
 from saria_vllm.engine.emulated import Contention, Emulation
 from saria_vllm.engine.link_rate import measure_link
+from saria_vllm.engine.pacer import Turn
 from saria_vllm.engine.pieces import Pieces
 from saria_vllm.types import Extent, StoreItem, StorePart
 
@@ -106,16 +107,36 @@ def test_loads_stay_under_the_limit_and_take_turns_by_piece(slow: Rig) -> None:
         assert slow.is_at(0, b"d%d" % number, blocks(number))
 
 
-def test_stores_go_on_while_loads_must_wait(slow: Rig) -> None:
-    load = slow.load(*dram(slow, range(30)))
-    wait_for(lambda: slow.poll() or slow.counts.get("load_bytes:dram"))
-    slow.fill(0, b"new", blocks(50))
+def test_stores_go_on_while_loads_must_wait(make_rig: MakeRig, small_pieces: None) -> None:
+    rig = make_rig(pacing=PacingConfig(ingress=2e4))  # A record takes 0.6 s.
+    rig.write_slot(0, b"d", rig.slot(0, 0))
+    load = rig.load(*dram(rig, range(3)))
+    wait_for(lambda: rig.poll() or rig.counts.get("load_bytes:dram"))
+    rig.fill(0, b"new", blocks(50))
     began = time.monotonic()
-    assert slow.result(slow.store(StoreItem(0, slow.slot(0, 39), blocks(50)))).failed == ()
-    assert time.monotonic() - began < 0.15
-    slow.poll()
-    assert load not in slow.loads
-    assert slow.loaded(load).failed == []
+    assert rig.result(rig.store(StoreItem(0, rig.slot(0, 39), blocks(50)))).failed == ()
+    assert time.monotonic() - began < 0.2
+    rig.poll()
+    assert load not in rig.loads
+    assert rig.loaded(load).failed == []
+
+
+def test_a_load_that_ends_at_the_last_moment_is_not_written(slow: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it was chosen: its blocks may belong to another request by then."""
+    ends = slow.executor._ends
+    choose = ends.choose
+
+    def late() -> Turn:
+        turn = choose()
+        if turn.load is not None:
+            ends.expire(time.monotonic() + 1000)
+        return turn
+
+    monkeypatch.setattr(ends, "choose", late)
+    state = slow.ended(slow.load(*dram(slow, range(3))))
+    assert (state.failed, state.reason) == ([0, 1, 2], "deadline")
+    time.sleep(0.05)
+    assert not slow.hbm[0].layers[0].any()
 
 
 def test_a_reset_while_a_load_waits_for_credit(slow: Rig) -> None:
@@ -161,6 +182,21 @@ def test_a_piece_that_fails_ends_its_load_and_no_other(slow: Rig) -> None:
     assert slow.counts["internal_errors"] == 1
 
 
+def test_a_failed_piece_of_a_load_that_waits_for_a_drive_holds_nobody_up(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.open()
+    rig.put_on_ssd(0, b"s", Extent(0, 0, 0))
+    rig.write_slot(0, b"d0", rig.slot(0, 0))
+    told = threading.Event()
+    rig.faults = lambda transfer: Fault(hold=told) if transfer.kind == "read" else None
+    first = [list(blocks(number)) for number in range(10)]
+    rig.maps[0].fault = lambda _call, tables: OSError("no") if tables == first else None
+    mixed = rig.load(from_ssd(0, blocks(60), Extent(0, 0, 0), b"s"), *dram(rig, range(10)))
+    assert rig.loaded(rig.load(*dram(rig, range(1), at=20))).failed == []
+    told.set()
+    assert sorted(rig.loaded(mixed).failed) == list(range(1, 11))
+
+
 def test_a_load_that_waits_for_a_drive_gives_way_to_others_and_they_to_it(
     make_rig: MakeRig, small_pieces: None
 ) -> None:
@@ -204,5 +240,8 @@ def test_mixed_and_other_loads_over_emulated_rates(make_rig: MakeRig, mode: Any,
         assert rig.is_at(0, b"s%d" % number, blocks(40 + number))
     for number in range(40):
         assert rig.is_at(0, b"d%d" % number, blocks(number))
-    assert not rig.executor._ends._pacer._loads
+    pacer = rig.executor._ends._pacer
+    assert not pacer._loads
+    if mode != "off":  # Else the model takes half of it from the drives.
+        assert all(5e6 < rate < 15e6 for rate in pacer.drive_rates().values())
     rig.check_quiet()
