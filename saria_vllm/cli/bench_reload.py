@@ -11,6 +11,10 @@ over two hops is that over two hops with the promotion that suits them best. The
 mechanisms are promotion (auto), overlap (both tiers at once) and coordination (the pacer). Bystanders need DRAM only
 and run beside a mixed request; their slowdown is over their time alone on the ingress that it leaves. With several
 --drives the worst of each figure comes first.
+
+--wall D does it again in wall time, beside: requests of 256 MiB, a quarter, half and three quarters of them on SSD,
+through the executor that serves, over rates that are emulated, since DRAM and SSD of most machines are too alike.
+256 MiB are written under D, and every byte that comes back is looked at. Two hops are two loads there.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ from typing import Any
 
 from saria_vllm.cli.reload_mix import ARMS, DRIVE_SHARE, INGRESS, PROMOTIONS, Row, compare, simulate
 from saria_vllm.cli.reload_time import Machine
+from saria_vllm.cli.reload_wall import check_directory, in_wall_time
 from saria_vllm.cli.simulate import aligned, require_matplotlib
-from saria_vllm.errors import ConfigError
+from saria_vllm.errors import ConfigError, StorageError
 from saria_vllm.sim.formats import Trace, read_trace
 from saria_vllm.sim.workload import SESSIONS_MAX, synthetic_sessions
 
@@ -40,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="FILE", help="WEKA, Mooncake, TraceLab or recorded by the connector (default: built-in)")
     add("--sessions", type=int, default=60, metavar="N", help="the first N sessions (default %(default)s)")
     add("--requests", type=int, default=150, metavar="N", help="so many of their requests (default %(default)s)")
+    add("--wall", metavar="D", help="a directory on a drive: again in wall time, over emulated rates")
     add("--plot", metavar="PNG", help="a picture of the slowest quarter in each arm")
     add("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -49,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     counts, trace = _counts(arguments.drives), _trace(arguments)
     if arguments.plot is not None:
         require_matplotlib("--plot")
+    if arguments.wall is not None:
+        check_directory(arguments.wall)
     by_drives, rows = {}, []
     for drives in counts:
         machine = Machine(INGRESS, (INGRESS * DRIVE_SHARE,) * drives)
@@ -58,6 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
         by_drives[drives], found = compare(machine, mix, _say)
         rows += found
     report = {**_worst(list(by_drives.values())), "by_drives": by_drives, "rows": rows}
+    if arguments.wall is not None:
+        try:
+            report["wall"] = [row for drives in counts for row in in_wall_time(arguments.wall, drives, _say)]
+        except (StorageError, OSError) as error:
+            print(f"saria bench reload: {error}", file=sys.stderr)
+            return 1
     print(json.dumps(report) if arguments.json else _text(report))
     if arguments.plot is not None:
         _plot(rows, arguments.plot)
@@ -107,7 +121,13 @@ def _text(report: Row) -> str:
         seconds = [f"{row[key]:.4f}" for key in ("mean_s", "p95_s", "slowest_quartile_s")]
         arm = row["arm"].replace("_", " ")
         arms.append([str(row["drives"]), arm, row["promotion"], *seconds, f"{row['dram_token_share']:.0%}"])
-    return f"{aligned(figures)}\n\n{aligned(arms)}"
+    tables = [figures, arms]
+    if "wall" in report:
+        tables.append([["drives", "arm in wall time", "on SSD", "s", "over ideal"]])
+        for row in report["wall"]:
+            times = [f"{row['ssd_share']:.0%}", f"{row['seconds']:.3f}", f"{row['over_ideal']:.3f}"]
+            tables[-1].append([str(row["drives"]), row["arm"].replace("_", " "), *times])
+    return "\n\n".join(map(aligned, tables))
 
 
 def _shown(key: str, value: Any) -> str:

@@ -130,18 +130,21 @@ class Executor:
         if on_ssd and not self._ssd:
             self._ends.items(state, on_ssd, "not_found")
             on_ssd = []
+        pieces = Pieces(job.parts, self._shapes)
         reads: dict[SsdThread, list[Read]] = {}
         places: dict[int, tuple[int, int]] = {}
+        ssd_bytes: dict[int, int] = {}
         if on_ssd:
             sizes = np.repeat(
                 [self._shapes[part.group].record_bytes for part in job.parts], [len(part.keys) for part in job.parts]
-            )
-            columns = (drives[on_ssd] % len(self._readers)).tolist(), sizes[on_ssd].tolist()
-            places = dict(zip(on_ssd, zip(*columns, strict=True), strict=True))
+            )[on_ssd]
+            numbers = drives[on_ssd] % len(self._readers)
+            ssd_bytes = {number: int(sizes[numbers == number].sum()) for number in np.unique(numbers).tolist()}
+            places = dict(zip(on_ssd, zip(numbers.tolist(), sizes.tolist(), strict=True), strict=True))
             for position, (drive, _) in places.items():
                 reads.setdefault(next(self._readers[drive]), []).append(Read(state, position))
         with self._wake:
-            self._ends.begin_moves(state, Pieces(job.parts, self._shapes), places, time.monotonic())
+            self._ends.begin_moves(state, pieces, places, ssd_bytes, time.monotonic())
             closing = self._closing
             self._wake.notify()
         if closing:

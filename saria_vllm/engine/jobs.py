@@ -126,18 +126,22 @@ class Ends:
         return state
 
     def begin_moves(
-        self, state: LoadState, pieces: Pieces | None, drives: dict[int, tuple[int, int]], now: float
+        self,
+        state: LoadState,
+        pieces: Pieces,
+        drives: dict[int, tuple[int, int]],
+        ssd_bytes: dict[int, int],
+        now: float,
     ) -> None:
         """A load is about to be copied from DRAM, and positions of it read from these drives, in records of so many
-        bytes."""
+        bytes; `ssd_bytes` is their sum by drive."""
         with self._lock:
+            if state not in self._live:
+                return
             state.pieces, state.on_drive = pieces, drives
-            on_ssd: Counter[int] = Counter()
-            for drive, nbytes in drives.values():
-                on_ssd[drive] += nbytes
             for drive, records in Counter(drive for drive, _ in drives.values()).items():
                 self._meter(drive)[0].begin(records, now)
-            self._pacer.begin(state, pieces.nbytes if pieces else 0, on_ssd, now)
+            self._pacer.begin(state, pieces.nbytes, ssd_bytes, now)
 
     def choose(self) -> Turn:
         """Which load may copy its next piece now; see `Pacer`."""

@@ -175,11 +175,13 @@ class Pacer:
         waiting = self._loads.get(load)
         if waiting is None:
             return
-        self._advance(now)
-        self._drives[drive].end(nbytes, now, well)
-        waiting.ssd[drive] -= nbytes
-        if not waiting.ssd[drive]:
+        left = waiting.ssd[drive] - nbytes
+        if not left:  # Else the limits stay much as they are.
+            self._advance(now)
             del waiting.ssd[drive]
+        else:
+            waiting.ssd[drive] = left
+        self._drives[drive].end(nbytes, now, well)
         self._read_until = now
 
     def choose(self, now: float) -> Turn:

@@ -375,6 +375,8 @@ class Rig:
             assert thread._thread.is_alive()
             wait_for(lambda thread=thread: not thread._store.reading)
         assert self.executor._copier.is_alive()
+        ends = self.executor._ends
+        assert not set(ends._pacer._loads) - set(ends._live), "the pacer knows loads that have ended"
         for ends in (self.results, self.loads):
             assert all(len(ended) == 1 for ended in ends.values())
 

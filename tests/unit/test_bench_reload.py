@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from saria_vllm.cli import main, reload_mix
+from saria_vllm.cli import main, reload_mix, reload_wall
 from saria_vllm.cli.reload_mix import ARMS, Mix, compare
 from saria_vllm.cli.reload_time import Machine, Node, Reload, leftover_s, slowest_quarter
+from saria_vllm.engine.reload_bench import ReloadBench
+from saria_vllm.errors import StorageError
 
 GB = 10**9
 QUARTER, HALF = Machine(20 * GB, (5.0 * GB,)), Machine(20 * GB, (5.0 * GB,) * 2)
@@ -87,7 +89,7 @@ def test_figures_are_of_the_arms() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same figures every time; the targets are those of long runs (docs/benchmarks.md)."""
     monkeypatch.setattr(reload_mix, "HALF_BYTES", 1 << 28)
-    words = ["bench", "reload", "--drives", "2", "--sessions", "6", "--requests", "8"]
+    words = ["bench", "reload", "--drives", "2", "--sessions", "6", "--requests", "4"]
     outputs = []
     for _ in range(2):
         assert main([*words, "--json"]) == 0
@@ -108,3 +110,29 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 def test_bad_usage_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "reload", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_wall_time_moves_every_byte_through_the_executor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reload_wall, "CHUNKS", 16)
+    monkeypatch.setattr(reload_wall, "ROUNDS", 1)
+    rows = reload_wall.in_wall_time(str(tmp_path), 2, quiet)
+    assert [(row["arm"], row["ssd_share"]) for row in rows] == [
+        *((arm, share) for share in (0.25, 0.5, 0.75) for arm in ARMS[:3]),
+        *(("coordinated", share) for share in (0.25, 0.5, 0.75)),
+    ]
+    assert all(row["over_ideal"] > 0.8 for row in rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_bytes_are_noticed(tmp_path: Path) -> None:
+    with ReloadBench(str(tmp_path), 4, 1e9, [1e9], "off") as bench:
+        assert bench.load(range(2), range(2, 4)) > 0
+        slots = bench._slots
+        bench._slots = lambda numbers: slots([number ^ 1 for number in numbers])  # type: ignore[method-assign]
+        with pytest.raises(StorageError, match="other bytes"):
+            bench.load(range(2), range(2, 4))
+
+
+def test_wall_time_needs_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "reload", "--wall", "/nowhere"]) == 2
+    assert "--wall /nowhere: accepted" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 from doubles import SHAPES, Fault, MakeRig, Rig, from_dram, from_ssd, wait_for
 from saria_vllm.config import PacingConfig
 from saria_vllm.engine import jobs as jobs_module
+from saria_vllm.engine import link_rate
 from saria_vllm.engine import pacer as pacer_module
 from saria_vllm.engine.emulated import Contention, Emulation
 from saria_vllm.engine.link_rate import measure_link
@@ -241,7 +242,11 @@ def test_mixed_and_other_loads_over_emulated_rates(make_rig: MakeRig, mode: Any,
     for number in range(40):
         assert rig.is_at(0, b"d%d" % number, blocks(number))
     pacer = rig.executor._ends._pacer
-    assert not pacer._loads
     if mode != "off":  # Else the model takes half of it from the drives.
         assert all(5e6 < rate < 15e6 for rate in pacer.drive_rates().values())
     rig.check_quiet()
+
+
+def test_memory_is_measured_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_rate, "MEMORY_BYTES", 64 << 20)
+    assert 1e8 < link_rate.measure_memory() < 1e12
