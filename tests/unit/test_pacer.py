@@ -122,6 +122,25 @@ def test_beside_others_mixed_loads_get_the_matched_rate(mode: str) -> None:
     assert clock.copied["dram"] == pytest.approx(0.1 * (free - matched), abs=PIECE_BYTES_MIN)
 
 
+def test_a_load_is_matched_to_all_reads_before_its_last() -> None:
+    pacer = Pacer("matched", ingress=1.0, epsilon=0.0, link=GB)
+    knows_drive(pacer, 0.4 * GB)
+    pacer.begin("ssd", 0, {0: 3 * GB}, 0.0)
+    pacer.begin("mixed", 2 * GB, {0: GB}, 0.0)
+    clock = Clock(pacer)
+    clock.until(0.2)
+    assert clock.copied["mixed"] == pytest.approx(0.2 * 0.4 * GB * 2 / 4, abs=PIECE_BYTES_MIN)
+
+
+def test_a_drive_that_reads_less_is_believed_slower_only_slowly() -> None:
+    """More often it was held back."""
+    pacer = Pacer(ingress=1.0, link=GB)
+    knows_drive(pacer, 0.4 * GB)
+    pacer.begin("mixed", GB, {0: GB}, 0.0)
+    pacer.ssd_moved("mixed", 0, GB // 50, 0.1)
+    assert 0.37 * GB < pacer.drive_rates()[0] < 0.39 * GB
+
+
 def test_matched_holds_mixed_loads_back_also_when_they_are_alone() -> None:
     for mode, rate in (("matched", 0.1 * 0.4 * GB * 1.05), ("priority", GB - 0.4 * GB * RESERVE)):
         pacer = Pacer(mode, ingress=1.0, link=GB)  # type: ignore[arg-type]
