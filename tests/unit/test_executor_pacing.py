@@ -16,8 +16,8 @@ from saria_vllm.engine import jobs as jobs_module
 from saria_vllm.engine import link_rate
 from saria_vllm.engine import pacer as pacer_module
 from saria_vllm.engine.emulated import Contention, Emulation
+from saria_vllm.engine.jobs import LoadState
 from saria_vllm.engine.link_rate import measure_link
-from saria_vllm.engine.pacer import Turn
 from saria_vllm.engine.pieces import Pieces
 from saria_vllm.types import Extent, StoreItem, StorePart
 
@@ -125,15 +125,13 @@ def test_stores_go_on_while_loads_must_wait(make_rig: MakeRig, small_pieces: Non
 def test_a_load_that_ends_at_the_last_moment_is_not_written(slow: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """After it was chosen: its blocks may belong to another request by then."""
     ends = slow.executor._ends
-    choose = ends.choose
+    may_write = ends.may_write
 
-    def late() -> Turn:
-        turn = choose()
-        if turn.load is not None:
-            ends.expire(time.monotonic() + 1000)
-        return turn
+    def late(state: LoadState) -> bool:
+        ends.expire(time.monotonic() + 1000)
+        return may_write(state)
 
-    monkeypatch.setattr(ends, "choose", late)
+    monkeypatch.setattr(ends, "may_write", late)
     state = slow.ended(slow.load(*dram(slow, range(3))))
     assert (state.failed, state.reason) == ([0, 1, 2], "deadline")
     time.sleep(0.05)
