@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", metavar="FILE", help="WEKA, Mooncake, TraceLab or recorded by the connector (default: built-in)")
     add("--sessions", type=int, default=60, metavar="N", help="the first N sessions (default %(default)s)")
     add("--requests", type=int, default=150, metavar="N", help="so many of their requests (default %(default)s)")
+    add("--dram-share", type=float, default=0.035, metavar="R", help="what DRAM holds of all different tokens; by "
+        "default (%(default)s) half of what the built-in sessions ask for again, without promotion")  # fmt: skip
     add("--wall", metavar="D", help="a directory on a drive: again in wall time, over emulated rates")
     add("--plot", metavar="PNG", help="a picture of the slowest quarter in each arm")
     add("--json", action="store_true", help="print one JSON object instead of a table")
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     by_drives, rows = {}, []
     for drives in counts:
         machine = Machine(INGRESS, (INGRESS * DRIVE_SHARE,) * drives)
-        mix = simulate(trace, machine.ssd / machine.ingress, arguments.requests, _say)
+        mix = simulate(trace, arguments.dram_share, machine.ssd / machine.ingress, arguments.requests, _say)
         if not mix.reloads["auto"]:
             raise ConfigError("no request of these sessions hits: more --sessions are needed")
         by_drives[drives], found = compare(machine, mix, _say)
@@ -89,6 +91,8 @@ def _trace(arguments: argparse.Namespace) -> Trace:
     for key, most in (("sessions", SESSIONS_MAX), ("requests", REQUESTS_MAX)):
         if not 1 <= getattr(arguments, key) <= most:
             raise ConfigError(f"--{key} {getattr(arguments, key)}: expected a number from 1 to {most}")
+    if not 0 < arguments.dram_share <= 1:
+        raise ConfigError(f"--dram-share {arguments.dram_share:g}: expected a number above 0, up to 1")
     if arguments.trace is None:
         sessions = synthetic_sessions(random.Random("bench reload"))
         return Trace(list(itertools.islice(sessions, arguments.sessions)), "built-in", False, 0)

@@ -28,9 +28,6 @@ KV_BYTES_TOKEN = 40 << 10
 CHUNK_TOKENS = 64
 STARTS_S = 4 * 3600.0
 
-DRAM_SHARE = 0.035
-"""Of the workload's tokens: without promotion, half of what is asked for again is in DRAM then."""
-
 HALF_BYTES = 2 << 30
 """Of each tier, in the reload that is half and half."""
 
@@ -45,15 +42,17 @@ class Mix(NamedTuple):
     """Hit in DRAM and on SSD by all requests."""
 
 
-def simulate(trace: Trace, ssd_ingress_ratio: float, sample: int, tell: Callable[[str], None]) -> Mix:
-    """Serve the sessions under each promotion, and take every n-th request."""
+def simulate(
+    trace: Trace, dram_share: float, ssd_ingress_ratio: float, sample: int, tell: Callable[[str], None]
+) -> Mix:
+    """Serve the sessions under each promotion with so much DRAM, and take every n-th request."""
     served: dict[str, list[SimRequest]] = {}
     start_s, tokens = starts(len(trace.sessions), STARTS_S, 1), workload_tokens(trace)
     for name, promotion in PROMOTIONS.items():
         tell(f"sessions with promotion {name}")
         config = SimConfig(
             CHUNK_TOKENS,
-            max(CHUNK_TOKENS, int(tokens * DRAM_SHARE)),
+            max(CHUNK_TOKENS, int(tokens * dram_share)),
             max(CHUNK_TOKENS, tokens * 2),
             promotion=promotion,
             ssd_eviction="segment",

@@ -89,14 +89,11 @@ class Node:
     def _begin(self, load: int, reload: Reload) -> None:
         on_ssd: dict[int, int] = {}
         for number, at in enumerate(range(0, reload.ssd_bytes, READ_BYTES)):
-            nbytes, drive = min(READ_BYTES, reload.ssd_bytes - at), self._striped(number)
+            nbytes, drive = min(READ_BYTES, reload.ssd_bytes - at), number % len(self._reads)
             self._contention.read(drive, nbytes, self._now)
             self._reads[drive].append((load, nbytes))
             on_ssd[drive] = on_ssd.get(drive, 0) + nbytes
         self._pacer.begin(load, reload.dram_bytes, on_ssd, self._now)
-
-    def _striped(self, number: int) -> int:
-        return number % len(self._reads)
 
     def _take_reads(self) -> None:
         for drive, reads in enumerate(self._reads):

@@ -104,8 +104,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "words", [["--drives", "0"], ["--drives", "x"], ["--drives", "1,"], ["--sessions", "0"], ["--requests", "-1"],
-              ["--trace", "/nowhere"]]
+    "words",
+    [
+        ["--drives", "0"], ["--drives", "x"], ["--drives", "1,"], ["--sessions", "0"], ["--requests", "-1"],
+        ["--dram-share", "0"], ["--dram-share", "nan"], ["--trace", "/nowhere"],
+    ],
 )  # fmt: skip
 def test_bad_usage_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "reload", *words]) == 2
