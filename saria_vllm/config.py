@@ -26,6 +26,7 @@ _UNITS = {
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*")
 
 AdmissionPolicy = Literal["return", "saria", "score", "full_duplicate", "dram_only"]
+PacingMode = Literal["priority", "matched", "off"]
 SsdEngineName = Literal["auto", "io_uring", "io_uring_sqpoll", "posix", "nixl", "kvikio"]
 
 PromotionMode = float | Literal["auto"]
@@ -49,6 +50,8 @@ _RANGES = {
 """Bounds of whole numbers; the index counts evictions in 8 bits and reuses in 16."""
 
 DWPD_RANGE = (0.001, 100.0)
+RATE_MIN = 10**6
+"""Bytes per second; a smaller `pacing.ingress` is a fraction."""
 
 _ACCEPTED = {
     "promotion": '"auto" or a number from 0 to 1',
@@ -58,6 +61,9 @@ _ACCEPTED = {
     "admission.policy": f"one of {', '.join(get_args(AdmissionPolicy))}",
     "admission.threshold": "a number above 0, and for `return` at most 1",
     "admission.second_chance": "a number from 0 to 1",
+    "pacing.mode": f"one of {', '.join(get_args(PacingMode))}",
+    "pacing.ingress": 'a rate such as "45GB/s", at least 1MB/s, or a part of the measured link, above 0 and up to 1',
+    "pacing.epsilon": "a number from 0 to 1",
     "endurance.target_dwpd": "a number from {:g} to {:g}".format(*DWPD_RANGE),
     "endurance.hard_cap_dwpd": f"a number from target_dwpd to {DWPD_RANGE[1]:g}",
     **{key: f"a whole number from {low} to {high}" for key, (low, high) in _RANGES.items()},
@@ -89,6 +95,11 @@ def format_bytes(nbytes: int) -> str:
             break
         size /= 1024
     return f"{nbytes}B" if unit == "B" else f"{size:.2f}{unit}"
+
+
+def format_rate(bytes_s: float) -> str:
+    """A rate for people: 3.1e9 -> "3.10GB/s"."""
+    return f"{bytes_s / 1e9:.2f}GB/s" if bytes_s >= 1e9 else f"{bytes_s / 1e6:.0f}MB/s"
 
 
 SCORE_THRESHOLD = 0.01
@@ -124,6 +135,21 @@ class EnduranceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What no 24 hours exceed."""
 
 
+class PacingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How copies from DRAM give way to SSD reads; see `saria_vllm.engine.pacer`."""
+
+    mode: PacingMode = "priority"
+    ingress: float = 0.7
+    """What all loads of a rank may move: bytes per second, or up to 1 as a part of the measured link."""
+    epsilon: float = 0.05
+    """So much faster than matched is the matched rate."""
+
+    def describe(self) -> str:
+        """In words: "priority, up to 70% of the link"."""
+        most = f"{self.ingress:.0%} of the link" if self.ingress <= 1 else format_rate(self.ingress)
+        return self.mode if self.mode == "off" else f"{self.mode}, up to {most}"
+
+
 class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Effective configuration. Sizes are bytes, for the node."""
 
@@ -137,6 +163,7 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """None means "off": no bound on what is written."""
     promotion: PromotionMode = "auto"
     """How much of a prefix that was loaded from SSD belongs in DRAM afterwards."""
+    pacing: PacingConfig = PacingConfig()
     ssd_engine: SsdEngineName = "auto"
     io_threads: int = 0
     """SSD threads per drive; 0 means automatic."""
@@ -185,6 +212,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             admission = {"threshold": SCORE_THRESHOLD, **admission}
         raw["admission"] = admission
         raw["endurance"] = _endurance(raw.get("endurance", {}))
+        if "pacing" in raw:
+            raw["pacing"] = _pacing(raw["pacing"])
         if "trace_record" in raw:
             raw["trace_record"] = _path(raw["trace_record"], "trace_record")
         try:
@@ -203,6 +232,10 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"admission.second_chance: {share} is not {_ACCEPTED['admission.second_chance']}")
         if self.promotion != "auto" and not 0 <= self.promotion <= 1:
             raise ConfigError(f"promotion: {self.promotion} is not {_ACCEPTED['promotion']}")
+        if not (0 < self.pacing.ingress <= 1 or self.pacing.ingress >= RATE_MIN):
+            raise ConfigError(f"pacing.ingress: {self.pacing.ingress} is not {_ACCEPTED['pacing.ingress']}")
+        if not 0 <= self.pacing.epsilon <= 1:
+            raise ConfigError(f"pacing.epsilon: {self.pacing.epsilon} is not {_ACCEPTED['pacing.epsilon']}")
         for key, (low, high) in _RANGES.items():
             struct: msgspec.Struct = self.admission if key.startswith("admission.") else self
             value = getattr(struct, key.removeprefix("admission."))
@@ -316,7 +349,7 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (
             f"dram_capacity={format_bytes(self.dram_capacity)} {ssd} "
             f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} endurance=({endurance}) "
-            f"promotion={self.promotion} ssd_engine={self.ssd_engine} "
+            f"promotion={self.promotion} pacing=({self.pacing.describe()}) ssd_engine={self.ssd_engine} "
             f"io_threads={self.io_threads or 'auto'} io_cpus={list(self.io_cpus) or 'auto'} "
             f"trace_record={self.trace_record or 'off'} namespace={self.namespace!r}"
         )
@@ -418,6 +451,25 @@ def _endurance(value: object) -> dict[str, Any] | None:
     raw = dict(value)
     if "rated_capacity" in raw:
         raw["rated_capacity"] = parse_bytes(raw["rated_capacity"], "endurance.rated_capacity")
+    return raw
+
+
+def _pacing(value: object) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = {"mode": value}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"pacing: {value!r} is not a mode ({', '.join(get_args(PacingMode))}) or an object")
+    _reject_unknown(value, PacingConfig, "pacing.")
+    raw, ingress = dict(value), value.get("ingress")
+    if isinstance(ingress, int | float) and ingress > 1:
+        raise ConfigError(f"pacing.ingress: {ingress!r} is not {_ACCEPTED['pacing.ingress']}")  # Of which unit?
+    if isinstance(ingress, str) and ingress.endswith("/s"):
+        try:
+            raw["ingress"] = float(parse_bytes(ingress.removesuffix("/s"), "pacing.ingress"))
+        except ConfigError:
+            raise ConfigError(f"pacing.ingress: {ingress!r} is not {_ACCEPTED['pacing.ingress']}") from None
+        if raw["ingress"] < RATE_MIN:
+            raise ConfigError(f"pacing.ingress: {ingress!r} is not {_ACCEPTED['pacing.ingress']}")
     return raw
 
 

@@ -26,6 +26,7 @@ COUNTERS: dict[str, Metric] = {
     "hit_tokens": Metric("Prompt tokens loaded into HBM from a tier", "tier", TIERS),
     "load_bytes": Metric("Bytes of chunks read from a tier and copied into HBM, over all ranks", "tier", TIERS),
     "loads": Metric("Request reloads that ended", "result", ("loaded", "failed")),
+    "paced_ms": Metric("Milliseconds in which copies from DRAM gave way to SSD reads or kept to the ingress limit"),
     "load_waits": Metric("Times a request was told to wait for another's load of the same chunk"),
     "stored_chunks": Metric("Chunks copied from HBM into DRAM"),
     "promoted_chunks": Metric("Chunks loaded from SSD and copied from HBM into DRAM"),

@@ -14,9 +14,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from saria_connector import layout
 from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
 from saria_connector.sizing import Sizing
-from saria_vllm.config import SariaConfig
+from saria_vllm.config import SariaConfig, format_rate
 from saria_vllm.engine.device_pages import DevicePages, pin, round_trip
 from saria_vllm.engine.executor import Executor
+from saria_vllm.engine.link_rate import measure_link
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
 from saria_vllm.errors import LayoutError
@@ -53,13 +54,23 @@ class WorkerSide:
         self._on_device = [pages for pages in maps.values() if isinstance(pages, DevicePages)]
         if self._on_device:
             self._prepare_device(pool)
+        shapes, pacing, link = {shape.group: shape for shape in sizing.shapes}, self._config.pacing, 0.0
+        if pacing.mode != "off":  # No request has come yet: what the blocks hold does not matter.
+            group, shape = next(iter(shapes.items()))
+            link = measure_link(pool, maps[group], shape, self._kv_cache_config.num_blocks)
+            logger.info(
+                "SARIA rank %d: DRAM to HBM was measured at %s; pacing %s",
+                self._rank, format_rate(link), pacing.describe(),
+            )  # fmt: skip
         self._executor = Executor(
             pool,
             maps,
-            {shape.group: shape for shape in sizing.shapes},
+            shapes,
             ssd_engine=self._config.ssd_engine,
             io_threads=self._config.io_threads,
             cpus=self._config.io_cpus,
+            pacing=pacing,
+            link=link,
         )
 
     def _prepare_device(self, pool: DramPool) -> None:
@@ -146,7 +157,7 @@ class WorkerSide:
         if not self._results and opened is None:
             return None
         moved = self._executor.take_moved() if self._executor else []
-        ingress_bytes_s = self._executor.ingress.known if self._executor else 0.0
+        ingress_bytes_s = self._executor.ingress_bytes_s if self._executor else 0.0
         results, self._results = self._results, []
         return SariaWorkerMetadata(results, [opened] if opened else [], moved, ingress_bytes_s)
 

@@ -8,7 +8,6 @@ import pytest
 from saria_connector.connector import SariaConnector
 from saria_connector.metadata import SariaMetadata
 from saria_connector.worker import WorkerSide
-from saria_vllm.rates import Rate
 from saria_vllm.types import LoadJob, PersistJob, StoreJob, StorePart
 
 
@@ -52,7 +51,7 @@ class Executor:
     def take_moved(self):
         return []
 
-    ingress = Rate()
+    ingress_bytes_s = 0.0
 
 
 def store_job(number):

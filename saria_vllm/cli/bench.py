@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 
-BENCHES = {"ssd": "read and write rates of a drive through the SSD engines that serve, and what they cost in CPU"}
+BENCHES = {
+    "reload": "reloads from DRAM and SSD together, in simulated time: promotion, overlap and pacing",
+    "ssd": "read and write rates of a drive through the SSD engines that serve, and what they cost in CPU",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

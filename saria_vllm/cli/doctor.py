@@ -17,9 +17,10 @@ from saria_vllm.cli import UsageError, printable
 from saria_vllm.cli import doctor_checks as checks
 from saria_vllm.cli import doctor_paths as paths
 from saria_vllm.cli.doctor_checks import Check, Machine, guarded
-from saria_vllm.config import SariaConfig
+from saria_vllm.config import PacingConfig, SariaConfig
 from saria_vllm.engine.drive_rates import measure
 from saria_vllm.engine.io_uring import UringEngine
+from saria_vllm.engine.link_rate import measure_memory
 from saria_vllm.engine.nixl import has_device
 from saria_vllm.engine.staging import Staging
 from saria_vllm.storage.smart import read_smart
@@ -96,6 +97,7 @@ def _of_machine(machine: Machine, config: SariaConfig | None, pids: list[int]) -
             "shared memory": lambda: checks.shared_memory(machine, dram),
             "hugepages": lambda: checks.hugepages(machine),
             "cpu limit": lambda: checks.cpu_limit(machine, affinity),
+            "link": lambda: checks.link(measure_memory, config.pacing if config else PacingConfig()),
             "I/O cores": lambda: checks.io_cores(machine, cpus, pid, affinity, count),
             "GDS": lambda: checks.gds(machine, has_device, checks.ask_python),
             "nixl": lambda: checks.nixl(checks.ask_python, engine == "nixl"),

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple
 
-from saria_vllm.config import SariaConfig, format_bytes
+from saria_vllm.config import PacingConfig, SariaConfig, format_bytes, format_rate
 from saria_vllm.engine.cpus import cpu_list, io_cpus
 from saria_vllm.engine.nixl import VERSION_MIN as NIXL_MIN
 from saria_vllm.engine.ssd_thread import STAGING_BYTES
@@ -217,6 +217,15 @@ def cpu_limit(machine: Machine, affinity: Collection[int]) -> Check:
         )
         return Check("cpu limit", "warn", found, "raise it, or give whole CPUs (containers: --cpuset-cpus, not --cpus)")
     return Check("cpu limit", "ok", f"{len(affinity)} CPUs, no limit below them")
+
+
+def link(measure: Callable[[], float], pacing: PacingConfig) -> Check:
+    """How fast loads from DRAM are, and what pacing makes of it."""
+    rate = measure()
+    found = f"DRAM to HBM: {format_rate(rate)} alone; pacing {pacing.describe()}"
+    if pacing.mode != "off" and pacing.ingress > max(1, rate):
+        return Check("link", "warn", found, "pacing.ingress is more than the link can do: nothing is held back by it")
+    return Check("link", "ok", found)
 
 
 def io_cores(

@@ -1,51 +1,52 @@
 """One rank's executor: takes jobs, moves their bytes on its own threads, hands back their ends.
 
-Loads: DRAM items are copied by the copy thread while SSD items are read, verified and scattered by the SSD threads, at
-the same time. Stores are copied by the copy thread, after loads, and promotions after both. Persists are written from
-the pool itself.
+Loads: DRAM items are copied by the copy thread, piece by piece as the pacer allows, while SSD items are read, verified
+and scattered by the SSD threads, at the same time. Stores are copied by the copy thread when no load may be, and
+promotions after both. Persists are written from the pool itself.
 The engine's thread only appends to queues and drains `poll` once per step.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from saria_vllm import _native
-from saria_vllm.config import SsdEngineName
+from saria_vllm.config import PacingConfig, SsdEngineName
 from saria_vllm.engine.cpus import PINNED_CPUS, io_cpus, near_drive, pin_this_thread
 from saria_vllm.engine.jobs import Ends, LoadState, PersistState
+from saria_vllm.engine.pieces import Piece, Pieces
 from saria_vllm.engine.pool import DramPool
-from saria_vllm.engine.ssd_engine import open_engine
+from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
 from saria_vllm.engine.ssd_thread import Read, Retire, SsdThread, Write, depth_for
 from saria_vllm.errors import StorageError
 from saria_vllm.metrics import Counts
-from saria_vllm.rates import Rate
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import (
     GroupShape,
-    Ints,
     JobResult,
     LoadJob,
-    LoadPart,
     Moved,
     OpenedSsd,
     OpenSsd,
     PersistJob,
     Slot,
     StoreJob,
-    StorePart,
 )
 
 PIECE_BYTES = 16 << 20
-"""Bytes copied between two looks at the queues."""
+"""Bytes of a store copied between two looks at the queues."""
+
+LOOK_S = 0.005
+"""Between two looks at loads that have to wait: what they wait for changes."""
 
 PROMOTE_S = 1.0
 """A promotion that loads and stores hold up for longer is given up: it holds blocks that requests may need."""
@@ -57,23 +58,15 @@ NOTES_SAID_MAX = 5
 """Of what the SSD tier noted while it opened, so many are told."""
 
 
-class Piece(NamedTuple):
-    """Chunks of one group that are copied in one go."""
-
-    group: int
-    positions: list[int]
-    """In the job."""
-    slots: Ints
-    blocks: Ints
-
-
 class Executor:
     """See the module's text.
 
     Args:
         maps: pages of each group in HBM.
         shapes: sizes of each group on this rank.
-        ssd_engine, io_threads, cpus: as configured.
+        ssd_engine, io_threads, cpus, pacing: as configured.
+        link: what copies from DRAM into HBM reach, bytes per second; 0: to be seen.
+        opener: makes an SSD engine; see `open_engine`.
     """
 
     def __init__(
@@ -85,12 +78,15 @@ class Executor:
         ssd_engine: SsdEngineName = "auto",
         io_threads: int = 0,
         cpus: Sequence[int] = (),
+        pacing: PacingConfig = PacingConfig(),  # noqa: B008  Frozen.
+        link: float = 0.0,
+        opener: Callable[[SsdEngineName, int], tuple[SsdEngine, str]] = open_engine,
     ) -> None:
         self._pool, self._maps, self._shapes = pool, maps, shapes
-        self._ssd_engine, self._io_threads = ssd_engine, io_threads
+        self._ssd_engine, self._io_threads, self._open_engine = ssd_engine, io_threads, opener
         self._cpus = io_cpus(cpus, os.sched_getaffinity(0), os.cpu_count() or 1)
         self._near_drives = not cpus
-        self._ends = Ends()
+        self._ends = Ends(pacing, link)
         self._store: SegmentStore | None = None
         self._ssd: list[SsdThread] = []
         """By drive; where a drive has several threads, every so many."""
@@ -99,12 +95,11 @@ class Executor:
         self._opened: OpenedSsd | None = None
         self._engine_note = ""
         self._opener: threading.Thread | None = None
-        self._loads: deque[LoadState] = deque()
+        self._paced_s = 0.0
+        """Waited for the pacer, and not counted yet."""
         self._stores: deque[StoreJob] = deque()
         self._promotions: deque[tuple[StoreJob, float]] = deque()
         """Jobs and when they are given up."""
-        self.ingress = Rate()
-        """At which DRAM is copied to HBM while nothing is read from SSD."""
         self._wake = threading.Condition()
         self._closing = False
         self._copier = threading.Thread(target=self._copy_loop, name="saria-copy", daemon=True)
@@ -141,21 +136,27 @@ class Executor:
         if on_ssd and not self._ssd:
             self._ends.items(state, on_ssd, "not_found")
             on_ssd = []
+        pieces = Pieces(job.parts, self._shapes)
         reads: dict[SsdThread, list[Read]] = {}
+        places: dict[int, tuple[int, int]] = {}
+        ssd_bytes: dict[int, int] = {}
         if on_ssd:
             sizes = np.repeat(
                 [self._shapes[part.group].record_bytes for part in job.parts], [len(part.keys) for part in job.parts]
-            )
-            columns = (drives[on_ssd] % len(self._readers)).tolist(), sizes[on_ssd].tolist()
-            places = dict(zip(on_ssd, zip(*columns, strict=True), strict=True))
+            )[on_ssd]
+            numbers = drives[on_ssd] % len(self._readers)
+            ssd_bytes = {number: int(sizes[numbers == number].sum()) for number in np.unique(numbers).tolist()}
+            places = dict(zip(on_ssd, zip(numbers.tolist(), sizes.tolist(), strict=True), strict=True))
             for position, (drive, _) in places.items():
                 reads.setdefault(next(self._readers[drive]), []).append(Read(state, position))
-            self._ends.begin_reads(state, places, time.monotonic())
+        with self._wake:
+            self._ends.begin_moves(state, pieces, places, ssd_bytes, time.monotonic())
+            closing = self._closing
+            self._wake.notify()
+        if closing:
+            self._ends.give_up(state, "other")
         for thread, ops in reads.items():
             thread.submit(ops)
-        in_dram = _in_dram(job)
-        if in_dram and not self._queue(self._loads, state):
-            self._ends.items(state, in_dram, "other")
 
     def refuse_load(self, job: LoadJob) -> None:
         """End a load as failed without touching a byte."""
@@ -198,6 +199,11 @@ class Executor:
     def take_moved(self) -> list[Moved]:
         """What was read from and written to drives since the last call."""
         return self._ends.take_moved(time.monotonic())
+
+    @property
+    def ingress_bytes_s(self) -> float:
+        """What loads may bring into HBM; 0 while it is not known."""
+        return self._ends.ingress()
 
     def take_opened(self) -> OpenedSsd | None:
         """The result of `open_ssd`, once."""
@@ -257,7 +263,8 @@ class Executor:
             self._opened = OpenedSsd(problem=f"{type(error).__name__}: {error}")
 
     def _start_ssd(self, number: int, store: SegmentStore) -> SsdThread:
-        engine, note = open_engine(self._ssd_engine, depth_for(max(s.record_bytes for s in self._shapes.values())))
+        depth = depth_for(max(shape.record_bytes for shape in self._shapes.values()))
+        engine, note = self._open_engine(self._ssd_engine, depth)
         self._engine_note = note
         drive = store.drives[number % len(store.drives)]
         cpus = near_drive(self._cpus, drive.directory) if drive and self._near_drives else self._cpus
@@ -290,61 +297,73 @@ class Executor:
         pin_this_thread(self._cpus)
         while True:
             with self._wake:
-                while not (self._loads or self._stores or self._promotions or self._closing):
-                    self._wake.wait()
+                while not (self._stores or self._promotions or self._closing or self._wait_for_load()):
+                    pass
                 if self._closing:
                     break
                 promotion = self._promotions.popleft() if self._promotions else None
             self._copy_urgent()
             if promotion is not None:
                 self._copy_promotion(*promotion)
-        for state in self._loads:
-            self._ends.items(state, _in_dram(state.job), "other")
+        for state in self._ends.live():
+            self._ends.give_up(state, "other")
         for job in (*self._stores, *(job for job, _ in self._promotions)):
             self._fail_store(job)
 
     def _copy_urgent(self) -> None:
-        """Loads, and stores after them."""
+        """Loads that may be copied now, and stores after them."""
         self._copy_loads()
         while self._stores and not self._closing:
             self._copy_store(self._stores.popleft())
             self._copy_loads()
 
-    def _copy_loads(self) -> None:
-        while self._loads and not self._closing:
-            self._copy_load(self._loads.popleft())
+    def _wait_for_load(self) -> bool:
+        """Wait until something may have changed. Whether a load may be copied, without having waited."""
+        turn = self._ends.choose()
+        if turn.load is not None:
+            return True
+        if turn.wait_s == math.inf:
+            self._wake.wait()
+        else:
+            began = time.monotonic()
+            self._wake.wait(min(turn.wait_s, LOOK_S))
+            self._paced_s += time.monotonic() - began
+            self._ends.count("paced_ms", int(self._paced_s * 1000))
+            self._paced_s %= 0.001
+        return False
 
-    def _copy_load(self, state: LoadState) -> None:
-        left = set(_in_dram(state.job))
+    def _copy_loads(self) -> None:
+        """Copy what may be copied now."""
+        while not self._closing and isinstance(state := (turn := self._ends.choose()).load, LoadState):
+            self._copy_piece(state, turn.nbytes)
+
+    def _copy_piece(self, state: LoadState, nbytes: int) -> None:
         try:
-            for piece in _pieces(state.job.parts, self._shapes):
-                if self._closing:
-                    break
-                sources = self._addresses(piece)
-                if not self._ends.may_write(state):
-                    return
-                nbytes, began = self._shapes[piece.group].record_bytes * len(sources), time.monotonic()
-                alone = not self._ends.is_reading()
-                try:
-                    self._maps[piece.group].scatter_many(sources, piece.blocks.tolist())
-                finally:
-                    self._ends.wrote(state)
-                if alone:
-                    self.ingress.learn(nbytes, time.monotonic() - began)
-                self._ends.count("load_bytes", nbytes, "dram")
-                self._ends.items(state, piece.positions)
-                left.difference_update(piece.positions)
+            piece = state.pieces.next(nbytes) if state.pieces is not None else None
+            if piece is None or not self._ends.may_write(state):
+                self._ends.give_up(state, "other")
+                return
+            began = time.monotonic()
+            self._ends.take(state, piece.nbytes)
+            try:
+                self._maps[piece.group].scatter_many(self._addresses(piece), piece.blocks.tolist())
+            except Exception:
+                self._ends.items(state, piece.positions, "other")
+                raise
+            finally:
+                self._ends.wrote(state)
+            self._ends.copied(piece.nbytes, began)
+            self._ends.count("load_bytes", piece.nbytes, "dram")
+            self._ends.items(state, piece.positions)
         except Exception as error:
             self._fault("load", error)
-        if left:
-            self._ends.items(state, left, "other")
+            self._ends.give_up(state, "other")
 
     def _copy_store(self, job: StoreJob) -> None:
         copied = 0
         try:
-            for piece in _pieces(job.parts, self._shapes):
-                if self._closing:
-                    break
+            pieces = Pieces(job.parts, self._shapes)
+            while not self._closing and (piece := pieces.next(PIECE_BYTES)) is not None:
                 copied += self._copy_out(piece)
                 self._copy_loads()
         except Exception as error:
@@ -354,10 +373,10 @@ class Executor:
     def _copy_promotion(self, job: StoreJob, until: float) -> None:
         copied, reason = 0, "other"
         try:
-            for piece in _pieces(job.parts, self._shapes):
+            pieces = Pieces(job.parts, self._shapes)
+            while not self._closing and (piece := pieces.next(PIECE_BYTES)) is not None:
                 if time.monotonic() > until:
                     reason = "too_late"
-                if self._closing or reason == "too_late":
                     break
                 copied += self._copy_out(piece)
                 self._copy_urgent()
@@ -369,7 +388,7 @@ class Executor:
         """Copy chunks from HBM to DRAM; how many."""
         targets = self._addresses(piece)
         self._maps[piece.group].gather_many(targets, piece.blocks.tolist())
-        self._ends.count("store_bytes", self._shapes[piece.group].record_bytes * len(targets))
+        self._ends.count("store_bytes", piece.nbytes)
         return len(targets)
 
     def _end_store(self, job: StoreJob, copied: int, reason: str = "other") -> None:
@@ -388,25 +407,6 @@ class Executor:
     def _fault(self, what: str, error: Exception) -> None:
         self._ends.count("internal_errors", 1)
         self._ends.say_once(f"{what} fault", f"a {what} between HBM and DRAM failed: {type(error).__name__}: {error}")
-
-
-def _pieces(parts: Sequence[LoadPart | StorePart], shapes: Mapping[int, GroupShape]) -> Iterator[Piece]:
-    """The chunks of a job that have a slot, at most `PIECE_BYTES` at once."""
-    before = 0
-    for part in parts:
-        positions = (part.slots[:, 0] >= 0).nonzero()[0]
-        step = max(1, PIECE_BYTES // shapes[part.group].record_bytes)
-        for start in range(0, len(positions), step):
-            some = positions[start : start + step]
-            yield Piece(part.group, (some + before).tolist(), part.slots[some], part.blocks[some])
-        before += len(part.slots)
-
-
-def _in_dram(job: LoadJob) -> list[int]:
-    """Positions of the chunks that come from DRAM."""
-    slabs = [part.slots[:, 0] for part in job.parts]
-    positions: list[int] = (np.concatenate(slabs) >= 0).nonzero()[0].tolist() if slabs else []
-    return positions
 
 
 def _all_positions(job: LoadJob | StoreJob) -> tuple[int, ...]:

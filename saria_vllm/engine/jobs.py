@@ -7,6 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+from saria_vllm.config import PacingConfig
+from saria_vllm.engine.pacer import Pacer, Turn
+from saria_vllm.engine.pieces import Pieces
 from saria_vllm.metrics import Counts, count
 from saria_vllm.types import JobResult, LoadJob, Moved, PersistJob
 
@@ -49,9 +52,11 @@ class Meter:
 class LoadState:
     """A load in flight on this rank."""
 
-    __slots__ = ("deadline", "failed", "generation", "items_left", "job", "on_drive", "reason", "writers")
+    __slots__ = ("deadline", "failed", "generation", "items_left", "job", "on_drive", "pieces", "reason", "writers")
 
     def __init__(self, job: LoadJob, generation: int, now: float) -> None:
+        self.pieces: Pieces | None = None
+        """What is to be copied from DRAM. Once it is under way, the copy thread's own."""
         self.on_drive: dict[int, tuple[int, int]] = {}
         """Of the positions that are being read from SSD and have not ended: drive and record bytes."""
         self.job, self.generation = job, generation
@@ -82,9 +87,11 @@ class Ends:
     """Collects what ended since the last drain. Threads add, the engine's thread drains once per step. One lock, held
     for a few statements."""
 
-    def __init__(self) -> None:
+    def __init__(self, pacing: PacingConfig = PacingConfig(), link: float = 0.0) -> None:  # noqa: B008  Frozen.
         self.generation = 0
         """Jobs submitted under an older one end as failed. Only grows, and before the store's does."""
+        self._pacer = Pacer(pacing.mode, pacing.ingress, pacing.epsilon, link)
+        """Of `LoadState`s."""
         self._lock = threading.Lock()
         self._live: dict[LoadState, None] = {}
         self._results: list[JobResult] = []
@@ -118,12 +125,55 @@ class Ends:
             self._live[state] = None
         return state
 
-    def begin_reads(self, state: LoadState, drives: dict[int, tuple[int, int]], now: float) -> None:
-        """Positions of a load are about to be read from these drives, in records of so many bytes."""
+    def begin_moves(
+        self,
+        state: LoadState,
+        pieces: Pieces,
+        drives: dict[int, tuple[int, int]],
+        ssd_bytes: dict[int, int],
+        now: float,
+    ) -> None:
+        """A load is about to be copied from DRAM, and positions of it read from these drives, in records of so many
+        bytes; `ssd_bytes` is their sum by drive."""
         with self._lock:
-            state.on_drive = drives
+            if state not in self._live:
+                return
+            state.pieces, state.on_drive = pieces, drives
             for drive, records in Counter(drive for drive, _ in drives.values()).items():
                 self._meter(drive)[0].begin(records, now)
+            self._pacer.begin(state, pieces.nbytes, ssd_bytes, now)
+
+    def choose(self) -> Turn:
+        """Which load may copy its next piece now; see `Pacer`."""
+        with self._lock:
+            return self._pacer.choose(time.monotonic())
+
+    def take(self, state: LoadState, nbytes: int) -> None:
+        """So much of a load is copied next."""
+        with self._lock:
+            self._pacer.take(state, nbytes, time.monotonic())
+
+    def copied(self, nbytes: int, began: float) -> None:
+        """A piece was copied from then until now."""
+        with self._lock:
+            self._pacer.copied(nbytes, began, time.monotonic())
+
+    def give_up(self, state: LoadState, reason: str) -> None:
+        """What of a load was not copied from DRAM will not be."""
+        with self._lock:
+            self._pacer.give_up(state, time.monotonic())
+        if state.pieces is not None:
+            self.items(state, state.pieces.rest(), reason)
+
+    def ingress(self) -> float:
+        """See `Pacer.ingress`."""
+        with self._lock:
+            return self._pacer.ingress
+
+    def live(self) -> list[LoadState]:
+        """Loads that have not ended."""
+        with self._lock:
+            return list(self._live)
 
     def begin_writes(self, state: PersistState, now: float) -> None:
         """A persist job was submitted."""
@@ -146,11 +196,6 @@ class Ends:
         """Whether a load has not ended and no reset will fail it: ask before reading for it."""
         with self._lock:
             return state in self._live and state.generation == self.generation
-
-    def is_reading(self) -> bool:
-        """Whether anything is being read from SSD."""
-        with self._lock:
-            return any(state.on_drive for state in self._live)
 
     def may_write(self, state: LoadState) -> bool:
         """Ask before writing into a load's blocks; after True, `wrote` must follow. False: the blocks are not its own
@@ -185,9 +230,11 @@ class Ends:
             if (place := state.on_drive.pop(position, None)) is not None:
                 drive, record_bytes = place
                 self._meter(drive)[0].end(1, record_bytes if well else 0, now)
+                self._pacer.ssd_moved(state, drive, record_bytes, now, well)
 
     def _end(self, state: LoadState) -> None:
         self._end_reads(state, tuple(state.on_drive), False)
+        self._pacer.end(state, time.monotonic())
         del self._live[state]
         self._loads.append(state)
 

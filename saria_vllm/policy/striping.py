@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from saria_vllm.metrics import Counts, count
 from saria_vllm.policy.index import Mask
-from saria_vllm.rates import Rate
 from saria_vllm.types import Moved
 
 PAUSE_S = 10.0
@@ -27,8 +26,36 @@ READS_PAUSE_S = 60.0
 """How long nothing is read from a drive that fails reads or held up a load; it doubles in the same way."""
 READS_PAUSE_MAX_S = 3600.0
 
+AVERAGE_S = 5.0
+AVERAGE_BYTES = 512 << 20
+"""Rates are averages over about so many seconds in which the drive was busy, or so many bytes: a slow drive that became
+fast is given little and is hardly ever busy."""
+
+LEARNT_BYTES = 8 << 20
+"""A rate is not known before so much was moved."""
+
 LEAST_SHARE = 1 / 32
 """Of the fastest drive's chunks, for the slowest: what nobody reads from is never found to be fast again."""
+
+
+class _Rate:
+    """Bytes per second of busy time, as a moving average."""
+
+    __slots__ = ("_bytes", "_seconds")
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = 0.0
+
+    def learn(self, nbytes: int, seconds: float) -> None:
+        kept = math.exp(-seconds / AVERAGE_S - nbytes / AVERAGE_BYTES)
+        self._bytes = kept * self._bytes + nbytes
+        self._seconds = kept * self._seconds + seconds
+
+    @property
+    def known(self) -> float:
+        """0 while it is not known, never 0 when it is."""
+        enough = self._seconds > AVERAGE_S / 2 or (self._seconds > 0 and self._bytes >= LEARNT_BYTES)
+        return max(1.0, self._bytes / self._seconds) if enough else 0.0
 
 
 class _Pause:
@@ -55,7 +82,7 @@ class Striping:
     def __init__(self, drives: int) -> None:
         self.labels = [str(drive) for drive in range(drives)]
         """By drive: what it is called in counters and messages."""
-        self._reads, self._writes = [Rate() for _ in range(drives)], [Rate() for _ in range(drives)]
+        self._reads, self._writes = [_Rate() for _ in range(drives)], [_Rate() for _ in range(drives)]
         self._due = [0.0] * drives
         """When the last chunk given to each drive has been read, in a time in which the fastest takes 1 per chunk."""
         self._write_pauses, self._read_pauses = [_Pause() for _ in range(drives)], [_Pause() for _ in range(drives)]

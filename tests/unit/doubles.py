@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saria_vllm import _native
-from saria_vllm.engine import executor as executor_module
+from saria_vllm.config import PacingConfig
+from saria_vllm.engine.emulated import EmulatedEngine, EmulatedMap, Emulation
 from saria_vllm.engine.executor import Executor
 from saria_vllm.engine.jobs import LoadState
 from saria_vllm.engine.pool import DramPool
@@ -249,12 +250,18 @@ class Rig:
     directories: Sequence[Path] = ()
     """Engine directories that are not `directory`/drive<n>."""
     store_id: bytes = STORE_ID
+    pacing: PacingConfig = field(default_factory=PacingConfig)
+    emulation: Emulation | None = None
+    """Rates of drives and ingress; with one I/O thread per drive."""
 
     def __post_init__(self) -> None:
         self.hbm = {group: Hbm(pages, self.blocks) for group, pages in self.pages.items()}
-        maps = self.page_maps or {
-            group: hbm.device_pages() if self.on_device else hbm.map for group, hbm in self.hbm.items()
-        }
+        maps: dict[int, Any] = dict(
+            self.page_maps
+            or {group: hbm.device_pages() if self.on_device else hbm.map for group, hbm in self.hbm.items()}
+        )
+        if self.emulation is not None:
+            maps = {group: EmulatedMap(page_map, self.emulation) for group, page_map in maps.items()}
         self.maps = {group: FaultyMap(page_map) for group, page_map in maps.items()}
         self.pool = DramPool(f"t{os.getpid()}-{next(_numbers)}", self.slabs * SLAB_BYTES, 0, 1, SLAB_BYTES)
         self.engines: list[FaultyEngine] = []
@@ -264,6 +271,8 @@ class Rig:
             {shape.group: shape for shape in self.shapes},
             ssd_engine=self.engine,  # type: ignore[arg-type]
             io_threads=self.io_threads,
+            pacing=self.pacing,
+            opener=lambda name, depth: self._open_engine(name, depth),
         )
         self.results: dict[int, list[JobResult]] = {}
         self.loads: dict[int, list[LoadState]] = {}
@@ -279,18 +288,15 @@ class Rig:
         cost = fmt.segment_cost_bytes(self.shapes[0].record_bytes, self.segment_records)
         opened = OpenSsd(tuple(map(str, directories)), generation, cost, self.segments_max)
         self.executor.set_generation(generation)
-        real = executor_module.open_engine
-        executor_module.open_engine = self._open_engine  # type: ignore[assignment]
-        try:
-            self.executor.open_ssd(opened, 0, self.store_id)
-            result = wait_for(self.executor.take_opened)
-        finally:
-            executor_module.open_engine = real
+        self.executor.open_ssd(opened, 0, self.store_id)
+        result = wait_for(self.executor.take_opened)
         assert isinstance(result, OpenedSsd)
         return result
 
     def _open_engine(self, name: Any, depth: int) -> tuple[FaultyEngine, str]:
         engine, note = open_engine(name, depth)
+        if self.emulation is not None:
+            engine = EmulatedEngine(engine, self.emulation, len(self.engines) % self.drives)
         self.engines.append(FaultyEngine(engine, lambda transfer: self.faults(transfer)))
         return self.engines[-1], note
 
@@ -388,6 +394,8 @@ class Rig:
             assert thread._thread.is_alive()
             wait_for(lambda thread=thread: not thread._store.reading)
         assert self.executor._copier.is_alive()
+        ends = self.executor._ends
+        assert not set(ends._pacer._loads) - set(ends._live), "the pacer knows loads that have ended"
         for ends in (self.results, self.loads):
             assert all(len(ended) == 1 for ended in ends.values())
 

@@ -111,7 +111,7 @@ class Node:
         results, loads, counts, messages = self.rig.executor.poll()
         self.rig.messages += messages
         results += [JobResult(state.job.job_id, tuple(state.failed), state.reason) for state in loads]
-        self.tiers.moved(self.rig.executor.take_moved(), self.rig.executor.ingress.known, self.now)
+        self.tiers.moved(self.rig.executor.take_moved(), self.rig.executor.ingress_bytes_s, self.now)
         ended = self.tiers.finished(results, self.now)
         self.problems += self.tiers.take_problems()
         for name, value in (*counts.items(), *self.tiers.take_counts().items()):

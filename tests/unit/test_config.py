@@ -214,6 +214,7 @@ TYPOS = {
     "admission": ["admision", "admissions", "Admission"],
     "endurance": ["endurence", "Endurance", "endurances"],
     "promotion": ["promote", "promotions", "Promotion"],
+    "pacing": ["paceing", "Pacing", "pacin"],
     "ssd_engine": ["ssd_engin", "sdd_engine", "ssdEngine"],
     "io_threads": ["io_thread", "iothreads", "io-threads"],
     "io_cpus": ["io_cpu", "iocpus"],

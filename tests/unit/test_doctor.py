@@ -20,6 +20,7 @@ import pytest
 from live_engine import NAME, LiveEngine, end, start
 from saria_vllm.cli import doctor, doctor_checks, doctor_paths, main
 from saria_vllm.cli.doctor_checks import Check, Ended, Machine
+from saria_vllm.config import PacingConfig
 from saria_vllm.policy.endurance import Governor
 from saria_vllm.storage.smart import Smart
 from saria_vllm.storage.wear import device_bytes, write_state
@@ -385,6 +386,16 @@ def test_leases(tmp_path: Path) -> None:
     says(doctor_paths.leases(Machine(), str(tmp_path))[0], "ok", "no engine")
 
 
+def test_link() -> None:
+    def measure() -> float:
+        return 3e9
+
+    says(doctor_checks.link(measure, PacingConfig()), "ok", "3.00GB/s", "priority, up to 70% of the link")
+    says(doctor_checks.link(measure, PacingConfig(ingress=2e9)), "ok", "2.00GB/s")
+    says(doctor_checks.link(measure, PacingConfig(ingress=45e9)), "warn", "45.00GB/s", "nothing is held back")
+    says(doctor_checks.link(measure, PacingConfig("off", 45e9)), "ok", "pacing off")
+
+
 # The command.
 
 
@@ -394,6 +405,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks, "ask_python", answer("0.32.0"))
     rates = SimpleNamespace(read=SimpleNamespace(mb_s=3000), write=SimpleNamespace(mb_s=2000), engine="posix")
     monkeypatch.setattr(doctor, "measure", lambda *arguments: rates)
+    monkeypatch.setattr(doctor, "measure_memory", lambda: 3e9)
 
 
 @pytest.mark.usefixtures("quick")
@@ -409,7 +421,8 @@ def test_the_report_has_every_check(capsys: pytest.CaptureFixture[str], tmp_path
     assert captured.out.count("\n") == 1 and "checking io_uring" in captured.err
     of_path = ["permissions", "space", "O_DIRECT", "NUMA", "drive rates", "SMART", "endurance", "leases"]
     rest = [
-        "io_uring", "memlock", "shared memory", "hugepages", "cpu limit", "I/O cores", "GDS", "nixl", "kvikio", "vllm",
+        "io_uring", "memlock", "shared memory", "hugepages", "cpu limit", "link", "I/O cores", "GDS", "nixl",
+        "kvikio", "vllm",
     ]  # fmt: skip
     names = [(None, "config"), *((path, name) for path in paths for name in of_path), *((None, name) for name in rest)]
     assert [(row["path"], row["name"]) for row in report["checks"]] == names

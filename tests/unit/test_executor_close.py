@@ -21,6 +21,7 @@ from doubles import (
 )
 from saria_vllm.engine import executor as executor_module
 from saria_vllm.engine import jobs as jobs_module
+from saria_vllm.engine import pacer
 from saria_vllm.errors import ConfigError
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import Extent, StoreItem
@@ -66,6 +67,7 @@ def test_close_with_queued_work_is_quick_and_ends_every_job_once(rig: Rig, make_
 def test_close_waits_for_no_long_store(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of many pieces stops between two of them: the pool is unmapped next."""
     monkeypatch.setattr(executor_module, "PIECE_BYTES", 1)
+    monkeypatch.setattr(pacer, "PIECE_BYTES_MAX", 1)
     rig = make_rig()
     rig.maps[0].fault = lambda _call, _blocks: time.sleep(0.05)
     store = rig.store(*(StoreItem(0, rig.slot(0, n), (0, 1, 2, 3)) for n in range(100)))

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from doubles import SHAPES, Fault, MakeRig, Rig, from_dram, from_ssd, wait_for
+from doubles import SHAPES, MakeRig, Rig, from_dram
 from saria_vllm.engine import executor as executor_module
-from saria_vllm.rates import LEARNT_BYTES
-from saria_vllm.types import Extent, StoreItem
+from saria_vllm.types import StoreItem
 
 
 def items(rig: Rig, first: int, end: int) -> list[StoreItem]:
@@ -111,20 +110,3 @@ def test_a_reset_ends_no_promotion_early(rig: Rig) -> None:
     assert job not in rig.results
     gate.open.set()
     assert rig.result(job).failed == ()
-
-
-def test_the_ingress_is_measured_while_nothing_is_read_from_ssd(rig: Rig) -> None:
-    rig.put_on_ssd(0, b"s", Extent(0, 0, 0))
-    nbytes, told = SHAPES[0].record_bytes, threading.Event()
-    chunks = -(-LEARNT_BYTES // nbytes) + 1
-    rig.maps[0].fault = lambda call, _blocks: time.sleep(0.02) if call == "scatter_many" else None
-    from_slots = [from_dram(0, (4, 5, 6, 7), rig.slot(0, 0))] * chunks
-    rig.faults = lambda transfer: Fault(hold=told) if transfer.kind == "read" else None
-    mixed = rig.load(from_ssd(0, (0, 1, 2, 3), Extent(0, 0, 0), b"s"), *from_slots)
-    wait_for(lambda: rig.poll() or rig.counts.get("load_bytes:dram") == chunks * nbytes)
-    told.set()
-    assert rig.loaded(mixed).failed == []
-    assert rig.executor.ingress.known == 0, "the drives took their part of it"
-    for _ in range(2):
-        assert rig.loaded(rig.load(*from_slots)).failed == []
-    assert 0 < rig.executor.ingress.known < chunks * nbytes / 0.02

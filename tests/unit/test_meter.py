@@ -9,9 +9,11 @@ import pytest
 
 from doubles import Fault, Rig, from_ssd, load_job, persist_job
 from saria_vllm.engine.jobs import LOAD_DEADLINE_S, Ends, Meter, PersistState
+from saria_vllm.engine.pieces import Pieces
 from saria_vllm.types import Extent, PersistItem, Slot
 
 EXTENTS = [Extent(0, 0, 0), Extent(1, 0, 0), Extent(1, 0, 1)]
+SSD_BYTES = {0: 100, 1: 200}
 PLACES = {0: (0, 100), 1: (1, 100), 2: (1, 100)}
 
 
@@ -33,7 +35,7 @@ def test_each_drive_of_a_load_is_measured_and_what_failed_has_no_bytes() -> None
     ends = Ends()
     began = time.monotonic()
     state = ends.begin(load_job(1, "r", [from_ssd(0, (0,), extent, b"k") for extent in EXTENTS]), began)
-    ends.begin_reads(state, dict(PLACES), began)
+    ends.begin_moves(state, Pieces([], {}), dict(PLACES), dict(SSD_BYTES), began)
     ends.items(state, (0,))
     ends.items(state, (1,), "read_failed")
     first, second = ends.take_moved(time.monotonic())
@@ -49,7 +51,7 @@ def test_each_drive_of_a_load_is_measured_and_what_failed_has_no_bytes() -> None
 def test_a_load_that_reaches_its_deadline_stops_the_clock_and_what_comes_late_is_nothing() -> None:
     ends = Ends()
     state = ends.begin(load_job(1, "r", [from_ssd(0, (0,), extent, b"k") for extent in EXTENTS]), 0.0)
-    ends.begin_reads(state, dict(PLACES), time.monotonic() - LOAD_DEADLINE_S)
+    ends.begin_moves(state, Pieces([], {}), dict(PLACES), dict(SSD_BYTES), time.monotonic() - LOAD_DEADLINE_S)
     ends.expire(LOAD_DEADLINE_S + 1)
     ends.items(state, (0, 1, 2))
     moved = ends.take_moved(time.monotonic() + 100)

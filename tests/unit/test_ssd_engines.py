@@ -17,6 +17,7 @@ from kvikio_double import KvikioDouble
 from nixl_double import NixlDouble
 from saria_vllm.config import SsdEngineName
 from saria_vllm.engine import io_uring, kvikio, nixl
+from saria_vllm.engine.emulated import Contention, EmulatedEngine, Emulation
 from saria_vllm.engine.io_uring import UringEngine
 from saria_vllm.engine.kvikio import KvikioEngine
 from saria_vllm.engine.nixl import NixlEngine
@@ -40,7 +41,11 @@ def make_polled(depth: int) -> UringEngine:
     return UringEngine(depth, polled=True)
 
 
-@pytest.fixture(params=[UringEngine, make_polled, PosixEngine, "nixl double", "nixl", "kvikio double"])
+def make_emulated(depth: int) -> EmulatedEngine:
+    return EmulatedEngine(PosixEngine(depth), Emulation(Contention(1e9, [0.5e9])), 0)
+
+
+@pytest.fixture(params=[UringEngine, make_polled, PosixEngine, make_emulated, "nixl double", "nixl", "kvikio double"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SsdEngine]:
     kind = request.param
     if kind == "kvikio double":
@@ -366,7 +371,7 @@ def blocking_source(engine: SsdEngine, monkeypatch: pytest.MonkeyPatch) -> tuple
         os.write(write_fd, b"late")
         os.close(write_fd)
 
-    if engine.name == "posix":  # preadv refuses a pipe
+    if engine.name.endswith("posix"):  # preadv refuses a pipe
         monkeypatch.setattr(os, "preadv", lambda fd, views, _offset: os.readv(fd, views))
     return read_fd, let_go
 

@@ -9,6 +9,7 @@ import pytest
 
 from saria_vllm.policy.extents import GROWTH_S, ExtentAllocator
 from saria_vllm.policy.striping import (
+    AVERAGE_S,
     FULL_PAUSE_MAX_S,
     LEAST_SHARE,
     PAUSE_MAX_S,
@@ -17,7 +18,6 @@ from saria_vllm.policy.striping import (
     READS_PAUSE_S,
     Striping,
 )
-from saria_vllm.rates import AVERAGE_S
 from saria_vllm.types import Ints, Moved
 
 MIB = 1 << 20
