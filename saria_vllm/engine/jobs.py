@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from saria_vllm.config import PacingConfig
 from saria_vllm.engine.pacer import Pacer, Turn
@@ -141,27 +142,28 @@ class Ends:
             state.pieces, state.on_drive = pieces, drives
             for drive, records in Counter(drive for drive, _ in drives.values()).items():
                 self._meter(drive)[0].begin(records, now)
-            self._pacer.begin(state, pieces.nbytes, ssd_bytes, now)
+            self._pace("begin", state, pieces.nbytes, ssd_bytes, now)
 
     def choose(self) -> Turn:
         """Which load may copy its next piece now; see `Pacer`."""
         with self._lock:
-            return self._pacer.choose(time.monotonic())
+            turn: Turn = self._pace("choose", time.monotonic())
+            return turn
 
     def take(self, state: LoadState, nbytes: int) -> None:
         """So much of a load is copied next."""
         with self._lock:
-            self._pacer.take(state, nbytes, time.monotonic())
+            self._pace("take", state, nbytes, time.monotonic())
 
     def copied(self, nbytes: int, began: float) -> None:
         """A piece was copied from then until now."""
         with self._lock:
-            self._pacer.copied(nbytes, began, time.monotonic())
+            self._pace("copied", nbytes, began, time.monotonic())
 
     def give_up(self, state: LoadState, reason: str) -> None:
         """What of a load was not copied from DRAM will not be."""
         with self._lock:
-            self._pacer.give_up(state, time.monotonic())
+            self._pace("give_up", state, time.monotonic())
         if state.pieces is not None:
             self.items(state, state.pieces.rest(), reason)
 
@@ -169,6 +171,19 @@ class Ends:
         """See `Pacer.ingress`."""
         with self._lock:
             return self._pacer.ingress
+
+    def _pace(self, call: str, *args: object) -> Any:
+        """Call the pacer. After a fault of it loads are copied in their order, at once: none may hang on that."""
+        try:
+            return getattr(self._pacer, call)(*args)
+        except Exception as error:
+            count(self._counts, "internal_errors", 1)
+            self._messages.append(f"pacing is off from now on: {type(error).__name__}: {error}")
+            self._pacer = Pacer("off")
+            for state in self._live:
+                if state.pieces is not None:
+                    self._pacer.begin(state, state.pieces.left_bytes, {}, time.monotonic())
+            return getattr(self._pacer, call)(*args)
 
     def live(self) -> list[LoadState]:
         """Loads that have not ended."""
@@ -230,11 +245,11 @@ class Ends:
             if (place := state.on_drive.pop(position, None)) is not None:
                 drive, record_bytes = place
                 self._meter(drive)[0].end(1, record_bytes if well else 0, now)
-                self._pacer.ssd_moved(state, drive, record_bytes, now, well)
+                self._pace("ssd_moved", state, drive, record_bytes, now, well)
 
     def _end(self, state: LoadState) -> None:
         self._end_reads(state, tuple(state.on_drive), False)
-        self._pacer.end(state, time.monotonic())
+        self._pace("end", state, time.monotonic())
         del self._live[state]
         self._loads.append(state)
 

@@ -178,7 +178,7 @@ class Pacer:
     def ssd_moved(self, load: Load, drive: int, nbytes: int, now: float, well: bool = True) -> None:
         """So many bytes of a load were read from a drive and are in HBM; not `well`: they never will be."""
         waiting = self._loads.get(load)
-        if waiting is None:
+        if waiting is None or drive not in waiting.ssd:
             return
         left = waiting.ssd[drive] - nbytes
         if not left:  # Else the limits stay much as they are.

@@ -37,6 +37,10 @@ class Pieces:
             before += len(part.slots)
         self._parts.reverse()
 
+    @property
+    def left_bytes(self) -> int:
+        return sum(len(positions) * record_bytes for _, record_bytes, positions, _, _ in self._parts)
+
     def next(self, nbytes: int) -> Piece | None:
         """The next chunks, at most so many bytes but at least one chunk; None when all have been."""
         if not self._parts:

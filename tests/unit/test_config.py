@@ -591,7 +591,6 @@ def test_b49_a_path_on_a_file_system_without_room_is_refused(root: str, monkeypa
 def test_container_memory_limits_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limit, real_open = tmp_path / "max", open
     monkeypatch.setattr(config_module, "open", lambda path: real_open(limit if "max" in path else path), raising=False)
-
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit.write_text(f"{1 << 20}\n")
     assert memory_limit_bytes() == 1 << 20

@@ -97,8 +97,8 @@ def test_dram_is_copied_while_ssd_is_read(rig: Rig) -> None:
     told = threading.Event()
     rig.faults = lambda transfer: Fault(hold=told) if transfer.kind == "read" else None
     job = rig.load(from_ssd(0, (0, 1, 2, 3), Extent(0, 0, 0), b"s"), from_dram(0, (4, 5, 6, 7), rig.slot(0, 1)))
-    wait_for(lambda: rig.is_at(0, b"d", (4, 5, 6, 7)))
-    rig.poll()
+    wait_for(lambda: rig.poll() or "load_bytes:dram" in rig.counts)
+    assert rig.is_at(0, b"d", (4, 5, 6, 7))
     assert job not in rig.loads  # half of it is there, and it has not ended
     assert rig.counts["load_bytes:dram"] == SHAPES[0].record_bytes
     told.set()

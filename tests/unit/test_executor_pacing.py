@@ -251,6 +251,24 @@ def test_mixed_and_other_loads_over_emulated_rates(make_rig: MakeRig, mode: Any,
     rig.check_quiet()
 
 
+@pytest.mark.parametrize("call", ["begin", "choose", "take", "copied", "ssd_moved", "end"])
+def test_after_a_fault_of_the_pacer_nothing_is_paced_and_nothing_is_lost(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    rig.put_on_ssd(0, b"s", Extent(0, 0, 0))
+    rig.write_slot(0, b"d0", rig.slot(0, 0))
+    monkeypatch.setattr(rig.executor._ends._pacer, call, lambda *_args: 1 // 0)
+    for turn in range(2):
+        at = 12 * turn
+        items = from_dram(0, blocks(at), rig.slot(0, 0), b"d0"), from_ssd(0, blocks(at + 1), Extent(0, 0, 0), b"s")
+        assert rig.loaded(rig.load(*items, from_dram(0, blocks(at + 2), rig.slot(0, 0), b"d0"))).failed == []
+        assert rig.is_at(0, b"d0", blocks(at)) and rig.is_at(0, b"s", blocks(at + 1))
+    assert rig.counts["internal_errors"] == 1 and rig.executor._ends._pacer.mode == "off"
+    (said,) = rig.messages
+    assert "pacing is off" in said
+    rig.messages.clear()
+
+
 def test_memory_is_measured_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_rate, "MEMORY_BYTES", 64 << 20)
     assert 1e8 < link_rate.measure_memory() < 1e12
