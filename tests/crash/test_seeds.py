@@ -31,12 +31,13 @@ from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.promotion import Promotion
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
-from saria_vllm.types import FoundChunks, GroupShape, Ints, JobResult, StoreJob
+from saria_vllm.types import FoundChunks, GroupShape, Ints, JobResult, PersistJob, StoreJob
 
 EPISODES, BATCHES = 2000, 16
 SHAPE = GroupShape(0, 16, 2, 2048)
-DRIVES, SLOTS, HEADROOM, SEGMENT_RECORDS, SEGMENTS_MAX = 2, 10, 2, 6, 5
+DRIVES, SLOTS, HEADROOM, SEGMENT_RECORDS, SEGMENTS_MAX = 2, 14, 3, 6, 5
 BLOCKS, SESSIONS, CHUNKS_MAX, TURNS = 96, 3, 8, 12
+
 
 class Work(NamedTuple):
     """What reads or writes blocks in HBM."""
@@ -47,6 +48,8 @@ class Work(NamedTuple):
     """Depth of the first of them."""
     blocks: Ints
     generation: int
+    promoted: int = 0
+    """Where promotion ends."""
 
 
 class World:
@@ -143,12 +146,16 @@ class Episode:
             return
         blocks = self.take(end - first)
         self.rig.fill(0, b"foreign", blocks.ravel().tolist()[:2])
+        promoted = self.tiers.promote_until(prefix, first, end, self.now)
         job = self.tiers.plan_load("r", prefix, first, end, [blocks])
-        self.loads[job.job_id] = Work(keys, first, blocks, self.generation)
+        self.loads[job.job_id] = Work(keys, first, blocks, self.generation, promoted)
         self.rig.executor.submit_load(job)
 
-    def compute(self, keys: list[bytes], first: int, prefix: Prefix, loaded: Ints | None = None) -> None:
-        """The chunks behind the loaded ones are computed, and stored and promoted as far as there is room."""
+    def compute(
+        self, keys: list[bytes], first: int, prefix: Prefix, loaded: Ints | None = None, promoted: int = 0
+    ) -> None:
+        """The chunks behind the loaded ones are computed and stored, and loaded ones up to `promoted` are promoted, as far
+        as there is room."""
         had = 0 if loaded is None else len(loaded)
         rest = self.take(len(keys) - first - had)
         blocks = rest if loaded is None else np.concatenate((loaded, rest))
@@ -157,10 +164,12 @@ class Episode:
         jobs: list[StoreJob] = []
         if first + had < len(keys):
             self.keep(jobs, self.tiers.plan_store(prefix, first + had, len(keys), [rest], self.now)[0])
-        stop = self.tiers.promote_until(prefix, first + had, self.now) if had else 0
         promotions: list[StoreJob] = []
-        if stop > first:
-            self.keep(promotions, self.tiers.plan_promote(prefix, first, stop, [blocks[: stop - first]], self.now)[0])
+        if promoted > first:
+            wanted = [int(mask.sum()) for mask in self.tiers.not_in_dram(prefix, first, promoted)]
+            self.persist(self.tiers.make_room(self.now, wanted))
+            some = [blocks[: promoted - first]]
+            self.keep(promotions, self.tiers.plan_promote(prefix, first, promoted, some, self.now)[0])
         work = Work(keys, first, blocks, self.generation)
         waits = {job.job_id for job in jobs + promotions}
         for job in jobs:
@@ -175,22 +184,25 @@ class Episode:
     def keep(self, jobs: list[StoreJob], job: StoreJob | None) -> None:
         jobs += [job] if job is not None else []
 
+    def persist(self, persists: list[PersistJob]) -> None:
+        """After the files are gone whose place they take."""
+        extents = self.tiers.chunks.extents
+        assert extents is not None
+        for drive, segment in extents.retired:
+            self.rig.executor.retire(drive, segment)
+        extents.retired.clear()
+        for job in persists:
+            self.rig.executor.submit_persist(job)
+
     def step(self) -> None:
         """Send what is planned, take what has ended."""
         tiers, executor = self.tiers, self.rig.executor
-        persists = tiers.make_room(self.now)
-        extents = tiers.chunks.extents
-        assert extents is not None
-        for drive, segment in extents.retired:
-            executor.retire(drive, segment)
-        extents.retired.clear()
-        for persist in persists:
-            executor.submit_persist(persist)
+        self.persist(tiers.make_room(self.now))
         results, loads, counts, _ = executor.poll()
         for name, value in counts.items():
             self.world.seen[name] += value
         ended = results + [JobResult(state.job.job_id, tuple(state.failed), state.reason) for state in loads]
-        tiers.moved(executor.take_moved())
+        tiers.moved(executor.take_moved(), executor.ingress_bytes_s, self.now)
         tiers.finished(ended, self.now)
         tiers.take_problems()
         for state in loads:
@@ -217,7 +229,7 @@ class Episode:
             return
         prefix = Prefix(work.keys)
         self.tiers.touch(prefix, work.first + len(work.blocks), 0, self.now)
-        self.compute(work.keys, work.first, prefix, work.blocks)
+        self.compute(work.keys, work.first, prefix, work.blocks, work.promoted)
 
     def reset(self) -> None:
         self.world.seen["resets"] += 1
@@ -249,7 +261,9 @@ class Episode:
         self.tiers.check()
         extents = self.tiers.chunks.extents
         assert extents is not None
-        assert not any(segment.busy for segments in extents._by_drive for segment in segments.values()), "a read or write"
+        assert not any(segment.busy for segments in extents._by_drive for segment in segments.values()), (
+            "a read or write"
+        )
         self.reset()
         self.step()
         assert self.tiers.chunks.slots.free(0) == SLOTS, "DRAM slots"
