@@ -35,7 +35,7 @@ from saria_vllm.types import FoundChunks, GroupShape, Ints, JobResult, PersistJo
 
 EPISODES, BATCHES = 2000, 16
 SHAPE = GroupShape(0, 16, 2, 2048)
-DRIVES, SLOTS, HEADROOM, SEGMENT_RECORDS, SEGMENTS_MAX = 2, 14, 3, 6, 5
+DRIVES, SLOTS, HEADROOM, SEGMENT_RECORDS, SEGMENTS_MAX = 2, 10, 2, 6, 5
 BLOCKS, SESSIONS, CHUNKS_MAX, TURNS = 96, 3, 8, 12
 
 
@@ -154,8 +154,8 @@ class Episode:
     def compute(
         self, keys: list[bytes], first: int, prefix: Prefix, loaded: Ints | None = None, promoted: int = 0
     ) -> None:
-        """The chunks behind the loaded ones are computed and stored, and loaded ones up to `promoted` are promoted, as far
-        as there is room."""
+        """The chunks behind the loaded ones are computed and stored, those before `promoted` are promoted, as far as
+        there is room."""
         had = 0 if loaded is None else len(loaded)
         rest = self.take(len(keys) - first - had)
         blocks = rest if loaded is None else np.concatenate((loaded, rest))
