@@ -57,13 +57,15 @@ class Rig:
         self.dram_hit_tokens = tokens
         self.half_chunks = kind.prefix_chunks // 2
 
-    def server(self, with_connector: bool) -> Server:
+    def server(self, with_connector: bool, promotion: float | str = 0) -> Server:
+        """Without promotion, so that what is asked for again comes from SSD again."""
         extra = {
             "dram_capacity": self.kind.dram_capacity,
             "ssd_paths": [str(self.ssd)],
             "ssd_capacity": "1GiB",
             "chunk_tokens": self.kind.chunk_tokens,
             "admission": "full_duplicate",
+            "promotion": promotion,
         }
         return Server(
             self.model,
@@ -246,6 +248,21 @@ def test_every_data_byte_overwritten_between_two_servers(rig: Rig, restarted: Se
         after = counters(server)
         assert after.get('hit_tokens{tier="ssd"}', 0) == 0
         assert after['errors{reason="checksum"}'] > 0, "the index survived: the bytes were read and refused"
+
+
+def test_what_came_from_ssd_is_partly_promoted_and_both_tiers_serve_it_next(rig: Rig, restarted: Server) -> None:
+    restarted.stop()
+    with rig.server(with_connector=True, promotion="auto") as server:
+        for prompt in rig.prompts[:PROMPTS]:
+            server.complete(prompt, ANSWER_TOKENS)
+        hit = reload(server, rig.prompts[0])
+        assert said(hit.answer) == rig.right[0]
+        assert hit.bytes_from("ssd") > 0 and hit.bytes_from("dram") == 0
+        assert 0 < hit.moved["promoted_chunks"] < rig.kind.prefix_chunks
+        again = reload(server, rig.prompts[0])
+        assert said(again.answer) == rig.right[0]
+        assert again.answer.cached_tokens == rig.dram_hit_tokens
+        assert again.bytes_from("ssd") > 0 and again.bytes_from("dram") > 0
 
 
 def test_b24_b39_files_cut_short_and_removed_under_a_live_engine(rig: Rig) -> None:
