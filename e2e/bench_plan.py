@@ -118,7 +118,7 @@ def planning(chunks: int, rounds: int) -> None:
             began = time.perf_counter()
             tiers.arrived(prefix, hit, now())
             tiers.tier_tokens(prefix, 0, hit)
-            job = tiers.plan_load("request", prefix, 0, hit, blocks(hit))
+            job = tiers.plan_load("request", prefix, 0, hit, blocks(hit), 0.0)
             planned.append(time.perf_counter() - began)
             tiers.finished([JobResult(job.job_id)], now())
         show(f"lookup of a hit of {hit:,} chunks, keys new", matched)

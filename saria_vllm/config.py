@@ -23,6 +23,7 @@ _UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*")
 
 AdmissionPolicy = Literal["return", "saria", "score", "full_duplicate", "dram_only"]
@@ -50,6 +51,8 @@ _RANGES = {
 """Bounds of whole numbers; the index counts evictions in 8 bits and reuses in 16."""
 
 DWPD_RANGE = (0.001, 100.0)
+LOAD_DEADLINE_S = 30.0
+LOAD_DEADLINE_RANGE_S = (0.1, 3600.0)
 RATE_MIN = 10**6
 """Bytes per second; a smaller `pacing.ingress` is a fraction."""
 
@@ -85,6 +88,17 @@ def parse_bytes(value: object, key: str) -> int:
     if nbytes <= 0:
         raise ConfigError(f"{key}: {value!r} is not {accepted}")
     return nbytes
+
+
+def _deadline_s(value: object) -> float:
+    """Seconds of a time such as "30s"."""
+    least, most = LOAD_DEADLINE_RANGE_S
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    seconds = float(match[1]) * _SECONDS.get(match[2], 0.0) if match else 0.0
+    if not least <= seconds <= most:
+        accepted = f'a time from {least:g}s to {most:g}s with a unit ({", ".join(_SECONDS)}), such as "30s"'
+        raise ConfigError(f"load_deadline: {value!r} is not {accepted}")
+    return seconds
 
 
 def format_bytes(nbytes: int) -> str:
@@ -164,6 +178,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     promotion: PromotionMode = "auto"
     """How much of a prefix that was loaded from SSD belongs in DRAM afterwards."""
     pacing: PacingConfig = PacingConfig()
+    load_deadline: float = LOAD_DEADLINE_S
+    """Seconds after which a load ends as failed, and its request is recomputed."""
     ssd_engine: SsdEngineName = "auto"
     io_threads: int = 0
     """SSD threads per drive; 0 means automatic."""
@@ -214,6 +230,8 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raw["endurance"] = _endurance(raw.get("endurance", {}))
         if "pacing" in raw:
             raw["pacing"] = _pacing(raw["pacing"])
+        if "load_deadline" in raw:
+            raw["load_deadline"] = _deadline_s(raw["load_deadline"])
         if "trace_record" in raw:
             raw["trace_record"] = _path(raw["trace_record"], "trace_record")
         try:
@@ -349,9 +367,10 @@ class SariaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (
             f"dram_capacity={format_bytes(self.dram_capacity)} {ssd} "
             f"chunk_tokens={self.chunk_tokens or 'auto'} admission={policy} endurance=({endurance}) "
-            f"promotion={self.promotion} pacing=({self.pacing.describe()}) ssd_engine={self.ssd_engine} "
-            f"io_threads={self.io_threads or 'auto'} io_cpus={list(self.io_cpus) or 'auto'} "
-            f"trace_record={self.trace_record or 'off'} namespace={self.namespace!r}"
+            f"promotion={self.promotion} pacing=({self.pacing.describe()}) load_deadline={self.load_deadline:g}s "
+            f"ssd_engine={self.ssd_engine} io_threads={self.io_threads or 'auto'} "
+            f"io_cpus={list(self.io_cpus) or 'auto'} trace_record={self.trace_record or 'off'} "
+            f"namespace={self.namespace!r}"
         )
 
 

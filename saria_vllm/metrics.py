@@ -21,9 +21,15 @@ DRIVE_ERRORS = ("read_failed", "checksum", "write_failed", "disk_full", "vanishe
 DROP_REASONS = ("no_slot", "hold_limit", "persist_queue_full", "ssd_full", "ssd_off", "over_budget", "not_admitted")
 
 UNPROMOTED_REASONS = ("no_slot", "hold_limit", "too_late", "other")
+RECOMPUTE_REASONS = ("cheaper", "deadline")
 
 COUNTERS: dict[str, Metric] = {
     "hit_tokens": Metric("Prompt tokens loaded into HBM from a tier", "tier", TIERS),
+    "recomputed_tokens": Metric(
+        "Prompt tokens that a tier has and that were computed: loading takes longer, or would miss its deadline",
+        "reason",
+        RECOMPUTE_REASONS,
+    ),
     "load_bytes": Metric("Bytes of chunks read from a tier and copied into HBM, over all ranks", "tier", TIERS),
     "loads": Metric("Request reloads that ended", "result", ("loaded", "failed")),
     "paced_ms": Metric("Milliseconds in which copies from DRAM gave way to SSD reads or kept to the ingress limit"),

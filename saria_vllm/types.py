@@ -234,6 +234,14 @@ class Moved(NamedTuple):
     write_s: float
 
 
+class Prefill(NamedTuple):
+    """What of a step is prefill."""
+
+    tokens: int
+    attended: int
+    """Sum over these tokens of the tokens before each."""
+
+
 class FoundChunk(NamedTuple):
     """A chunk found on SSD when an engine directory was reopened."""
 

@@ -157,8 +157,8 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(metadata, SariaWorkerMetadata):
             for result in metadata.results:
                 self._scheduler.release_blocks(result)
-            rates = metadata.moved, metadata.ingress_bytes_s
-            self._guard(None, self._scheduler.jobs_ended, metadata.results, *rates)
+            self._guard(None, self._scheduler.measured, metadata)
+            self._guard(None, self._scheduler.jobs_ended, metadata.results)
             self._guard(None, self._scheduler.ssd.opened, metadata.opened)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -194,12 +194,18 @@ class SariaConnector(KVConnectorBase_V1, SupportsHMA):
             raise
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing to fence: blocks that a store reads are held by us, blocks that a load writes by vLLM."""
+        """Begin loads: vLLM calls `start_load_kv` after the forward where all loads are asynchronous, and they would
+        wait for that. Nothing to fence: blocks that a store reads are held by us, blocks that a load writes by vLLM."""
+        assert isinstance(kv_connector_metadata, SariaMetadata)
+        self._start(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._start(self._metadata())
+
+    def _start(self, metadata: SariaMetadata) -> None:
         assert self._worker is not None
-        if not self._guard(False, self._worker.start, self._metadata()):
-            self._worker.fail_rest(self._metadata())
+        if not self._guard(False, self._worker.start, metadata):
+            self._worker.fail_rest(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is scheduled only after its load has ended."""

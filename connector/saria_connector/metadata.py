@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from saria_vllm.types import JobResult, LoadJob, Moved, OpenedSsd, OpenSsd, PersistJob, StoreJob
+from saria_vllm.types import JobResult, LoadJob, Moved, OpenedSsd, OpenSsd, PersistJob, Prefill, StoreJob
 
 
 @dataclass
@@ -25,6 +25,10 @@ class SariaMetadata(KVConnectorMetadata):
     persists: list[PersistJob] = field(default_factory=list)
     retired: list[tuple[int, int]] = field(default_factory=list)
     """(drive, segment) to unlink before anything is written."""
+    prefill: Prefill | None = None
+    """Of this step, if there is any."""
+    started: bool = False
+    """In a worker: whether all but stores and promotions was handed on."""
 
 
 @dataclass
@@ -36,6 +40,8 @@ class SariaWorkerMetadata(KVConnectorWorkerMetadata):
     moved: list[Moved] = field(default_factory=list)
     ingress_bytes_s: float = 0.0
     """At which DRAM reaches HBM on the slowest rank that knows; 0 while none does."""
+    prefills: list[tuple[int, int, float]] = field(default_factory=list)
+    """(tokens, attended, seconds) of steps."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, SariaWorkerMetadata)
@@ -45,4 +51,5 @@ class SariaWorkerMetadata(KVConnectorWorkerMetadata):
             self.opened + other.opened,
             self.moved + other.moved,
             min(rates, default=0.0),
+            self.prefills + other.prefills,
         )

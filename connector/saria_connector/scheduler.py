@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from saria_connector import compat
-from saria_connector.metadata import SariaMetadata
+from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
 from saria_connector.opening import SsdOpening
 from saria_connector.promoting import Promoting, count_unpromoted
 from saria_connector.recording import Recording
@@ -22,17 +22,15 @@ from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig, format_bytes
 from saria_vllm.metrics import Counts, count
 from saria_vllm.policy.admission import make_admission
+from saria_vllm.policy.cost import LoadOrCompute
 from saria_vllm.policy.hints import KEY, parse_hints
 from saria_vllm.policy.index import Prefix
 from saria_vllm.policy.promotion import Promotion
 from saria_vllm.policy.slots import SlotAllocator
 from saria_vllm.policy.tiers import Tiers
-from saria_vllm.types import NULL_BLOCK, Ints, JobResult, LoadJob, Moved, PersistJob, StoreJob
+from saria_vllm.types import NULL_BLOCK, Ints, JobResult, LoadJob, PersistJob, Prefill, StoreJob
 
 logger = logging.getLogger("vllm.saria")
-
-WAIT_S = 10.0
-"""How long a request is told to ask again while another request loads its chunks."""
 
 LOAD_FAILURES_MAX = 3
 """After so many failed loads a request recomputes."""
@@ -58,7 +56,7 @@ class RequestState:
     """What we remember of a request between vLLM's calls."""
 
     __slots__ = (
-        "arrived", "asked_computed", "due_tokens", "hints", "hit_end", "load_failures", "no_store", "prefix",
+        "arrived", "asked_computed", "cut", "due_tokens", "hints", "hit_end", "load_failures", "no_store", "prefix",
         "promote_end", "promoted", "request", "retried", "scheduled", "sources", "stored", "wait_until", "wrong_hints",
     )  # fmt: skip
 
@@ -72,6 +70,8 @@ class RequestState:
         """Tokens in HBM when the last hit was offered."""
         self.hit_end = 0
         """Chunks that were reused, from HBM or a tier."""
+        self.cut = (0, "")
+        """Tokens that a tier could have brought beyond the last hit that was offered, and why they are computed."""
         self.stored = 0
         """Chunks that need no more looking at for storing."""
         self.promoted = self.promote_end = 0
@@ -124,6 +124,7 @@ class SchedulerSide:
             persist_bytes_max=min(PERSIST_BYTES_MAX, region // 4),
             ranks=sizing.ranks,
             promotion=Promotion(config.promotion),
+            cost=LoadOrCompute(config.load_deadline),
             second_chance=config.admission.second_chance,
         )
         self._requests: dict[str, RequestState] = {}
@@ -140,6 +141,7 @@ class SchedulerSide:
         self._looked_at: dict[str, int] = {}
         """The requests that were looked at last; while none of them has got `_quiet_tokens` more, none needs it."""
         self._block_pool: Any = None
+        self._prefill: Prefill | None = None
         self._off = self._said_wrong_hints = False
         self.ssd = SsdOpening(config, sizing, self.tiers, clock)
         if config.ssd_paths:
@@ -190,7 +192,7 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed` that a tier can load; None means ask again. Changes nothing that matters."""
         state = self._state(request)
-        state.asked_computed, state.sources = computed, (0, 0)
+        state.asked_computed, state.sources, state.cut = computed, (0, 0), (0, "")
         if self._off or request.skip_reading_prefix_cache or state.load_failures >= LOAD_FAILURES_MAX:
             return 0, False
         if state.retried:
@@ -212,21 +214,23 @@ class SchedulerSide:
                 return None, False
         else:
             state.wait_until = 0.0
-        end = self.tiers.match(prefix, first, limit, now)
+        found = self.tiers.match(prefix, first, limit, now)
+        end, reason = self.tiers.cut(prefix, first, found, computed, usable, now)
         external = min(end * self._chunk_tokens, usable) - computed
+        state.cut = max(0, min(found * self._chunk_tokens, usable) - computed - max(0, external)), reason
         state.hit_end = end if external > 0 else first
         state.retried = external > 0 and state.load_failures > 0
         return max(0, external), external > 0
 
     def _wait(self, state: RequestState, now: float) -> bool:
-        """Whether the request may be told to ask again: for a bounded time from the first ask on.
+        """Whether the request may be told to ask again: from the first ask on for as long as a load may take.
 
         Without prefix caching in HBM another request's load is of no use to this one.
         """
         if not self._shares_blocks:
             return False
         if not state.wait_until:
-            state.wait_until = now + WAIT_S
+            state.wait_until = now + self._config.load_deadline
         return now < state.wait_until
 
     def allocated(self, request: Any, blocks: Any, external: int) -> bool:
@@ -234,6 +238,8 @@ class SchedulerSide:
         state = self._state(request)
         state.scheduled, state.retried, state.wait_until, state.due_tokens = False, False, 0.0, 0
         self._quiet_tokens = 0
+        count(self.tiers.chunks.counts, "recomputed_tokens", *state.cut)
+        state.cut = (0, "")
         if not state.arrived:
             state.arrived = True
             self.tiers.arrived(self._prefix(state), state.hit_end, self._clock(), state.hints)
@@ -250,7 +256,7 @@ class SchedulerSide:
         ]
         state.sources = self.tiers.tier_tokens(state.prefix, first, end)
         state.promoted, state.promote_end = first, self.tiers.promote_until(state.prefix, first, end, self._clock())
-        job = self.tiers.plan_load(request.request_id, state.prefix, first, end, chunks)
+        job = self.tiers.plan_load(request.request_id, state.prefix, first, end, chunks, self._clock())
         self._loads.append((self.ssd.generation, job))
         return True
 
@@ -285,6 +291,16 @@ class SchedulerSide:
                     self._quiet_tokens = left
         decoding = scheduler_output.total_num_scheduled_tokens == len(scheduled)
         self._quiet_tokens -= 1 if decoding else max(scheduled.values(), default=0)
+        self._prefill = None if decoding else self._prefill_of(scheduled)
+
+    def _prefill_of(self, scheduled: Mapping[str, int]) -> Prefill:
+        """What of a step is prefill: of requests that get more than one token."""
+        tokens = attended = 0
+        for request_id, number in scheduled.items():
+            if number > 1 and (state := self._requests.get(request_id)) is not None:
+                tokens += number
+                attended += number * state.request.num_computed_tokens + number * number // 2
+        return Prefill(tokens, attended)
 
     def _look(self, state: RequestState, block_state: Any) -> None:
         """Store and promote what a request has for it."""
@@ -391,6 +407,7 @@ class SchedulerSide:
         generation = self.ssd.generation
         metadata = SariaMetadata(generation, stores=self._stores, promotions=self._promotions, persists=self._persists)
         self._stores, self._promotions, self._persists = [], [], []
+        metadata.prefill, self._prefill = self._prefill, None
         for planned, job in self._loads:
             (metadata.loads if planned == generation else metadata.refused).append(job)
         self._loads = []
@@ -415,10 +432,15 @@ class SchedulerSide:
             self._held_blocks -= len(held.blocks)
             self._block_pool.free_blocks(reversed(held.blocks))
 
-    def jobs_ended(self, results: Sequence[JobResult], moved: Sequence[Moved], ingress_bytes_s: float) -> None:
-        """Take ranks' results of jobs, what they moved from and to drives, and how fast DRAM reaches HBM."""
+    def measured(self, metadata: SariaWorkerMetadata) -> None:
+        """Take what ranks moved from and to drives, how fast DRAM reaches HBM, and what prefills took."""
+        self.tiers.moved(metadata.moved, metadata.ingress_bytes_s, self._clock())
+        for prefill in metadata.prefills:
+            self.tiers.cost.prefill.learn(*prefill)
+
+    def jobs_ended(self, results: Sequence[JobResult]) -> None:
+        """Take ranks' results of jobs."""
         now = self._clock()
-        self.tiers.moved(moved, ingress_bytes_s, now)
         self.tiers.finished([result for result in results if result.job_id != NO_JOB], now)
         for problem in self.tiers.take_problems():
             logger.error("SARIA: %s", problem)

@@ -20,6 +20,7 @@ from saria_vllm.engine.executor import Executor
 from saria_vllm.engine.link_rate import measure_link
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
+from saria_vllm.engine.step_times import StepTimes
 from saria_vllm.errors import LayoutError
 from saria_vllm.metrics import Counts, count
 from saria_vllm.storage.namespace import store_id
@@ -43,6 +44,7 @@ class WorkerSide:
         self._pool_name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
         self._executor: Executor | None = None
         self._results: list[JobResult] = []
+        self._step_times = StepTimes(on_gpu=False)
         self.counts: Counts = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -54,6 +56,7 @@ class WorkerSide:
         self._on_device = [pages for pages in maps.values() if isinstance(pages, DevicePages)]
         if self._on_device:
             self._prepare_device(pool)
+        self._step_times = StepTimes(any(pages.on_gpu for pages in self._on_device))
         shapes, pacing, link = {shape.group: shape for shape in sizing.shapes}, self._config.pacing, 0.0
         if pacing.mode != "off":  # No request has come yet: what the blocks hold does not matter.
             group, shape = next(iter(shapes.items()))
@@ -71,6 +74,7 @@ class WorkerSide:
             cpus=self._config.io_cpus,
             pacing=pacing,
             link=link,
+            load_deadline_s=self._config.load_deadline,
         )
 
     def _prepare_device(self, pool: DramPool) -> None:
@@ -87,6 +91,10 @@ class WorkerSide:
         """Submit everything of this step but stores and promotions. What is handed on leaves the metadata."""
         executor = self._executor
         assert executor is not None
+        if metadata.started:
+            return True
+        metadata.started = True
+        self._step_times.begin(metadata.prefill)
         for pages in self._on_device if metadata.loads else ():
             pages.fence(stores=False)
         executor.set_generation(metadata.generation)
@@ -108,6 +116,7 @@ class WorkerSide:
     def store(self, metadata: SariaMetadata) -> bool:
         """Submit stores and promotions: after the forward, when their blocks have their final bytes."""
         assert self._executor is not None
+        self._step_times.end()
         for pages in self._on_device if metadata.stores or metadata.promotions else ():
             pages.fence(stores=True)
         for jobs, submit in (
@@ -154,12 +163,13 @@ class WorkerSide:
 
     def worker_metadata(self) -> SariaWorkerMetadata | None:
         opened = self._executor.take_opened() if self._executor else None
-        if not self._results and opened is None:
+        prefills = self._step_times.take()
+        if not self._results and opened is None and not prefills:
             return None
         moved = self._executor.take_moved() if self._executor else []
         ingress_bytes_s = self._executor.ingress_bytes_s if self._executor else 0.0
         results, self._results = self._results, []
-        return SariaWorkerMetadata(results, [opened] if opened else [], moved, ingress_bytes_s)
+        return SariaWorkerMetadata(results, [opened] if opened else [], moved, ingress_bytes_s, prefills)
 
     def shutdown(self) -> None:
         if self._executor is not None:

@@ -48,3 +48,22 @@ def make(model: Path, asynchronous: bool) -> Iterator[Callable[..., Engine]]:
     for engine in engines:
         if not engine.closed:
             engine.close()
+
+
+@pytest.fixture
+def make_ssd(make: Callable[..., Engine], tmp_path: Path) -> Callable[..., Engine]:
+    """Engines with 32 slots, 8 of them headroom, whose `TOKENS` are on SSD only."""
+
+    from on_ssd import TOKENS, fill
+
+    def make_ssd(admission: object = "full_duplicate", **more: Any) -> Engine:
+        more = {"blocks": 200, "batched_tokens": 512, "promotion": 0.5, **more}
+        engine = make(
+            block_bytes=512 << 10, dram_capacity="16MiB", ssd_paths=[f"{tmp_path}/ssd"], ssd_capacity="512MiB",
+            admission=admission, **more,
+        )  # fmt: skip
+        engine.serve("cold", TOKENS, 12)
+        fill(engine, "filler")
+        return engine
+
+    return make_ssd

@@ -79,18 +79,24 @@ class Worker:
         self.ingress_bytes_s = 0.0
         self.moved: list[Moved] = []
         """To be reported with the next results."""
+        self.token_s = 0.0
+        """What a token of a prefill takes, without attention; 0: prefills are not timed."""
+        self._prefills: list[tuple[int, int, float]] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
 
     # One step.
 
     def execute(self, step: Step) -> ModelRunnerOutput:
+        self._start(step.metadata)
         request_ids = list(step.output.num_scheduled_tokens)
         tokens = [self._forward(step, request_id) for request_id in request_ids]
         for request_id in request_ids:
             # Blocks are in HBM's prefix cache from the step on that computes them: a request of the same step may hit.
             self.engine.confirm(request_id, min(self.computed[request_id], step.known[request_id]))
-        self._begin(step.metadata)
+        self._begin_stores(step.metadata)
+        if (prefill := step.metadata.prefill) is not None and self.token_s:
+            self._prefills.append((*prefill, prefill.tokens * self.token_s))
         self.check()
         return ModelRunnerOutput(
             req_ids=request_ids,
@@ -161,7 +167,8 @@ class Worker:
 
     # Beginning jobs.
 
-    def _begin(self, metadata: SariaMetadata) -> None:
+    def _start(self, metadata: SariaMetadata) -> None:
+        """Before the forward."""
         self.generation = metadata.generation
         if metadata.open_ssd is not None:
             assert self.opened is None and metadata.open_ssd.generation == metadata.generation
@@ -179,6 +186,9 @@ class Worker:
             self._results += [JobResult(load.job_id, tuple(range(load.chunks or 1)), "stale")] * self.ranks
         for persist in metadata.persists:
             self._begin_persist(persist)
+
+    def _begin_stores(self, metadata: SariaMetadata) -> None:
+        """After the forward."""
         for store in metadata.stores:
             self._begin_store("store", store, self.auto_stores)
         for promotion in metadata.promotions:
@@ -301,10 +311,10 @@ class Worker:
 
     def _report(self) -> KVConnectorOutput:
         metadata = None
-        if self._results or self._reports:
-            rates = self.moved, self.ingress_bytes_s
+        if self._results or self._reports or self._prefills:
+            rates = self.moved, self.ingress_bytes_s, self._prefills
             metadata = self.engine.wrap(SariaWorkerMetadata(self._results, self._reports, *rates))
-            self.moved = []
+            self.moved, self._prefills = [], []
         output = KVConnectorOutput(
             finished_recving=(self._received | self.other_received) or None,
             failed_recving=self._failed,

@@ -9,6 +9,7 @@ import pytest
 
 from harness import Engine, prompt, tokens_in
 from saria_connector import scheduler as scheduler_half
+from saria_vllm.config import LOAD_DEADLINE_S
 from saria_vllm.policy.index import Prefix
 from saria_vllm.types import NULL_BLOCK
 
@@ -216,7 +217,7 @@ def test_b50_nobody_waits_for_ever_for_a_load_that_hangs(make: Make) -> None:
     engine.add("waits", prompt(100))
     engine.steps_of(3)
     assert list(engine.worker.loads) == ["hangs"] and engine.offered("waits")[-1] is None
-    engine.now += scheduler_half.WAIT_S
+    engine.now += LOAD_DEADLINE_S
     engine.steps_of(3)
     engine.worker.end_load("waits")
     engine.steps_of(4)
@@ -233,7 +234,7 @@ def test_b50_a_request_that_waited_its_time_does_not_wait_again_when_its_load_do
     engine.add("runs", prompt(200, seed=2), 60)
     engine.add("waits", prompt(160))
     engine.steps_of(3)
-    engine.now += scheduler_half.WAIT_S
+    engine.now += LOAD_DEADLINE_S
     engine.steps_of(5)
     assert engine.offered("waits")[-1] and "waits" not in engine.worker.loads
     while "runs" not in engine.finished:

@@ -10,47 +10,13 @@ from typing import Any
 import pytest
 
 from harness import Engine, prompt
+from on_ssd import TOKENS, fill, in_tiers
 from saria_connector import promoting as promoting_module
 from saria_vllm.policy.index import Prefix
 from saria_vllm.types import Moved
 
 pytestmark = pytest.mark.vllm
 Make = Callable[..., Engine]
-
-TOKENS = prompt(161)
-"""10 chunks and a token to compute."""
-
-
-@pytest.fixture
-def make_ssd(make: Make, tmp_path: Path) -> Make:
-    """Engines with 32 slots, 8 of them headroom, whose `TOKENS` are on SSD only."""
-
-    def make_ssd(admission: object = "full_duplicate", **more: Any) -> Engine:
-        more = {"blocks": 200, "batched_tokens": 512, "promotion": 0.5, **more}
-        engine = make(
-            block_bytes=512 << 10, dram_capacity="16MiB", ssd_paths=[f"{tmp_path}/ssd"], ssd_capacity="512MiB",
-            admission=admission, **more,
-        )  # fmt: skip
-        engine.serve("cold", TOKENS, 12)
-        fill(engine, "filler")
-        return engine
-
-    return make_ssd
-
-
-def fill(engine: Engine, name: str) -> None:
-    """Push TOKENS out of HBM and DRAM."""
-    for number in range(8):
-        engine.serve(f"{name} {number}", prompt(81, seed=1 + number), 12)
-    engine.flush_hbm()
-    assert in_tiers(engine) == (0, 160)
-
-
-def in_tiers(engine: Engine) -> tuple[int, int]:
-    """Tokens of TOKENS that would come from (DRAM, SSD)."""
-    keys = engine.keys(engine.requests["cold"])[:10]
-    assert engine.side.tiers.match(Prefix(keys), 0, 10, engine.now) == 10
-    return engine.side.tiers.tier_tokens(Prefix(keys), 0, 10)
 
 
 def until_promoting(engine: Engine, name: str = "again", answer: int = 40) -> int:

@@ -1,6 +1,7 @@
 """Faults of ours in the worker half: what was promised ends, once, and the engine's thread sees no exception."""
 
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from saria_connector.connector import SariaConnector
 from saria_connector.metadata import SariaMetadata
 from saria_connector.worker import WorkerSide
-from saria_vllm.types import LoadJob, PersistJob, StoreJob, StorePart
+from saria_vllm.engine.step_times import StepTimes
+from saria_vllm.types import LoadJob, PersistJob, Prefill, StoreJob, StorePart
 
 
 class Executor:
@@ -20,7 +22,7 @@ class Executor:
     def _take(self, name, job):
         if name == self.fails_at:
             raise RuntimeError("a fault of ours")
-        self.taken.append(job)
+        self.taken.append(name)
 
     def set_generation(self, generation):
         pass
@@ -58,13 +60,15 @@ def store_job(number):
     return StoreJob(number, (StorePart(0, np.zeros((2, 2), np.int32), np.ones((2, 1), np.int32)),))
 
 
-def connector_with(fails_at):
+def connector_with(fails_at, prefill=None):
     connector = object.__new__(SariaConnector)
     connector._scheduler, connector._worker = None, object.__new__(WorkerSide)
     connector._faults = set()
     connector._worker._executor = Executor(fails_at)
     connector._worker._results, connector._worker.counts = [], {}
+    connector._worker._step_times = StepTimes(on_gpu=False)
     connector._connector_metadata = SariaMetadata(
+        prefill=prefill,
         loads=[LoadJob(n, f"r{n}", ()) for n in (1, 2, 3)],
         stores=[store_job(4), store_job(5)],
         promotions=[store_job(8), store_job(9)],
@@ -76,7 +80,9 @@ def connector_with(fails_at):
     return connector
 
 
-def step(connector):
+def step(connector, early=True):
+    if early:
+        connector.handle_preemptions(connector._connector_metadata)
     connector.start_load_kv(None)
     connector.wait_for_save()
     connector.get_transfer_results(set())
@@ -105,6 +111,28 @@ def test_whatever_was_not_handed_on_ends_as_failed(fails_at, refused, failed):
     assert (stats is None) == (fails_at == "nowhere")
     if stats is not None:
         assert stats.data["internal_errors"] == 1
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_loads_begin_before_the_forward_where_vllm_lets_them_and_once(early):
+    connector = connector_with("nowhere", Prefill(500, 9000))
+    taken = connector._worker._executor.taken
+    if early:
+        connector.handle_preemptions(connector._connector_metadata)
+        assert taken == ["r1", "r2", "r3", "persist 6", "persist 7"]
+        assert connector.build_connector_worker_meta() is None
+    step(connector, early)
+    assert taken == ["r1", "r2", "r3", "persist 6", "persist 7", "store 4", "store 5", "promote 8", "promote 9"]
+
+
+def test_the_time_of_a_prefill_is_reported_once():
+    connector = connector_with("nowhere", Prefill(500, 9000))
+    connector.handle_preemptions(connector._connector_metadata)
+    time.sleep(0.02)
+    connector.wait_for_save()
+    ((tokens, attended, seconds),) = connector.build_connector_worker_meta().prefills
+    assert (tokens, attended) == (500, 9000) and 0.02 <= seconds < 10
+    assert connector.build_connector_worker_meta() is None
 
 
 def test_the_first_fault_of_a_kind_is_logged_and_the_others_are_counted(caplog, monkeypatch):

@@ -56,6 +56,11 @@ class DevicePages:
         self._local = threading.local()
         self._behind: dict[bool, Any] = {}
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether copies are queued on a stream."""
+        return self._device.type == "cuda"
+
     def _view(self, run: Sequence[Layer]) -> torch.Tensor:
         """Pages of like layers that are evenly apart: (layers, blocks, words)."""
         first, size = run[0], self._word_bytes

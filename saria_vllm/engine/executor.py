@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from saria_vllm import _native
-from saria_vllm.config import PacingConfig, SsdEngineName
+from saria_vllm.config import LOAD_DEADLINE_S, PacingConfig, SsdEngineName
 from saria_vllm.engine.cpus import PINNED_CPUS, io_cpus, near_drive, pin_this_thread
 from saria_vllm.engine.jobs import Ends, LoadState, PersistState
 from saria_vllm.engine.pieces import Piece, Pieces
@@ -65,6 +65,7 @@ class Executor:
         maps: pages of each group in HBM.
         shapes: sizes of each group on this rank.
         ssd_engine, io_threads, cpus, pacing: as configured.
+        load_deadline_s: a load that takes longer ends as failed.
         link: what copies from DRAM into HBM reach, bytes per second; 0: to be seen.
         opener: makes an SSD engine; see `open_engine`.
     """
@@ -80,13 +81,14 @@ class Executor:
         cpus: Sequence[int] = (),
         pacing: PacingConfig = PacingConfig(),  # noqa: B008  Frozen.
         link: float = 0.0,
+        load_deadline_s: float = LOAD_DEADLINE_S,
         opener: Callable[[SsdEngineName, int], tuple[SsdEngine, str]] = open_engine,
     ) -> None:
         self._pool, self._maps, self._shapes = pool, maps, shapes
         self._ssd_engine, self._io_threads, self._open_engine = ssd_engine, io_threads, opener
         self._cpus = io_cpus(cpus, os.sched_getaffinity(0), os.cpu_count() or 1)
         self._near_drives = not cpus
-        self._ends = Ends(pacing, link)
+        self._ends = Ends(pacing, link, load_deadline_s)
         self._store: SegmentStore | None = None
         self._ssd: list[SsdThread] = []
         """By drive; where a drive has several threads, every so many."""

@@ -8,14 +8,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from saria_vllm.config import PacingConfig
+from saria_vllm.config import LOAD_DEADLINE_S, PacingConfig
 from saria_vllm.engine.pacer import Pacer, Turn
 from saria_vllm.engine.pieces import Pieces
 from saria_vllm.metrics import Counts, count
 from saria_vllm.types import JobResult, LoadJob, Moved, PersistJob
-
-LOAD_DEADLINE_S = 30.0
-"""A load that takes longer ends as failed: a drive that hangs must not hang a request."""
 
 
 class Meter:
@@ -55,7 +52,7 @@ class LoadState:
 
     __slots__ = ("deadline", "failed", "generation", "items_left", "job", "on_drive", "pieces", "reason", "writers")
 
-    def __init__(self, job: LoadJob, generation: int, now: float) -> None:
+    def __init__(self, job: LoadJob, generation: int, deadline: float) -> None:
         self.pieces: Pieces | None = None
         """What is to be copied from DRAM. Once it is under way, the copy thread's own."""
         self.on_drive: dict[int, tuple[int, int]] = {}
@@ -65,7 +62,8 @@ class LoadState:
         """Positions that have not ended; a load without items has one to end all the same."""
         self.failed: list[int] = []
         self.reason = ""
-        self.deadline = now + LOAD_DEADLINE_S
+        self.deadline = deadline
+        """When it ends as failed: a drive that hangs must not hang a request."""
         self.writers = 0
         """Threads that are writing into the load's blocks at this moment."""
 
@@ -88,7 +86,13 @@ class Ends:
     """Collects what ended since the last drain. Threads add, the engine's thread drains once per step. One lock, held
     for a few statements."""
 
-    def __init__(self, pacing: PacingConfig = PacingConfig(), link: float = 0.0) -> None:  # noqa: B008  Frozen.
+    def __init__(
+        self,
+        pacing: PacingConfig = PacingConfig(),  # noqa: B008  Frozen.
+        link: float = 0.0,
+        load_deadline_s: float = LOAD_DEADLINE_S,
+    ) -> None:
+        self.load_deadline_s = load_deadline_s
         self.generation = 0
         """Jobs submitted under an older one end as failed. Only grows, and before the store's does."""
         self._pacer = Pacer(pacing.mode, pacing.ingress, pacing.epsilon, link)
@@ -121,7 +125,7 @@ class Ends:
 
     def begin(self, job: LoadJob, now: float) -> LoadState:
         """A load was submitted; it ends when all its items have, or at its deadline."""
-        state = LoadState(job, self.generation, now)
+        state = LoadState(job, self.generation, now + self.load_deadline_s)
         with self._lock:
             self._live[state] = None
         return state

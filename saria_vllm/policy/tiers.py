@@ -1,7 +1,7 @@
 """The brain of both tiers: what is where, what to load, what to evict, what to persist.
 
-Call order of one scheduler step: `match` and `is_loading` (questions, any number of times), `arrived` for a request
-that is served, or `touch` where it was before, `plan_load` for an allocated hit, `plan_store` for new chunks,
+Call order of one scheduler step: `match`, `cut` and `is_loading` (questions, any number of times), `arrived` for a
+request that is served, or `touch` where it was before, `plan_load` for an allocated hit, `plan_store` for new chunks,
 `make_room`, `plan_promote`, then `finished` for every result of every rank.
 A job ends when all ranks have reported it. Between plan and end its chunks are leased: their slots are not evicted
 and their segments not retired.
@@ -16,6 +16,7 @@ import numpy as np
 from saria_vllm.metrics import Counts, count
 from saria_vllm.policy.admission import Admission
 from saria_vllm.policy.chunks import Chunks
+from saria_vllm.policy.cost import LoadOrCompute
 from saria_vllm.policy.eviction import Evictor
 from saria_vllm.policy.extents import ExtentAllocator
 from saria_vllm.policy.hints import NO_HINTS, Hints
@@ -56,6 +57,7 @@ class Tiers:
         persist_bytes_max: bound of DRAM bytes being written to SSD, on one rank.
         ranks: how many ranks report each job.
         promotion: how much of what was loaded from SSD goes back to DRAM; none: all.
+        cost: what loads and prefills take, for `cut`.
         second_chance: what may be written to SSD again before its segment goes, as a share of what is written first.
     """
 
@@ -71,13 +73,14 @@ class Tiers:
         persist_bytes_max: int,
         ranks: int = 1,
         promotion: Promotion | None = None,
+        cost: LoadOrCompute | None = None,
         second_chance: float = 0.0,
     ) -> None:
         self.shapes = list(shapes)
         self.chunks = Chunks(len(self.shapes), slots, extents, ghosts_max)
         self.jobs = Jobs(ranks)
         self._admission = admission
-        self.promotion = promotion or Promotion()
+        self.promotion, self.cost = promotion or Promotion(), cost or LoadOrCompute()
         self.evictor = Evictor(
             self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks, self.promotion,
             second_chance,
@@ -101,6 +104,23 @@ class Tiers:
                     end = stop = min(stop, first + int(missing[0]))
             first, look = stop, look * 4
         return end
+
+    def cut(self, prefix: Prefix, first: int, end: int, computed: int, usable: int, now: float) -> tuple[int, str]:
+        """Where to end the hit of chunks first..end, which `match` has just offered, and why before its end: beyond,
+        computing takes less time than loading.
+
+        Args:
+            computed, usable: tokens between which the hit lies; the first and the last chunk may reach beyond them.
+        """
+        if end <= first:
+            return end, ""
+        ssd_bytes = np.zeros(end - first)
+        for shape, rows in zip(self.shapes, self.chunks.index.locate(prefix, first, end), strict=True):
+            ssd_bytes += (self.chunks.index.dram[rows] != VALID) * shape.record_bytes
+        boundaries = np.clip(np.arange(first, end + 1) * float(self._tokens), computed, usable)
+        chunk_bytes = sum(shape.record_bytes for shape in self.shapes)
+        chunks, reason = self.cost.cut(ssd_bytes, chunk_bytes, boundaries, now)
+        return first + chunks, reason
 
     def is_loading(self, prefix: Prefix, position: int) -> bool:
         """Whether a load in flight brings this chunk to HBM already."""
@@ -132,11 +152,13 @@ class Tiers:
 
     # Loads.
 
-    def plan_load(self, request_id: str, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks) -> LoadJob:
+    def plan_load(
+        self, request_id: str, prefix: Prefix, first: int, end: int, blocks: ChunkBlocks, now: float
+    ) -> LoadJob:
         """Lease and load chunks first..end, which `match` has just offered; `arrived` or `touch` made them recent."""
         index = self.chunks.index
         job_id, job = self.jobs.begin("load")
-        keys, parts = tuple(prefix.keys[first:end]), []
+        keys, parts, ssd_bytes = tuple(prefix.keys[first:end]), [], 0
         for group, rows in enumerate(index.locate(prefix, first, end)):
             rows = rows.copy()
             from_ssd = (index.dram[rows] != VALID).nonzero()[0]
@@ -146,6 +168,7 @@ class Tiers:
                 assert self.chunks.extents is not None and (index.ssd[rows[from_ssd]] == VALID).all()
                 extents[from_ssd] = index.extent[rows[from_ssd]]
                 self.chunks.extents.hold(extents[from_ssd])
+                ssd_bytes += from_ssd.size * self.shapes[group].record_bytes
             self.evictor.rescue(group, rows)
             index.leases[rows] += 1
             job.add(rows, slots, extents)
@@ -153,6 +176,7 @@ class Tiers:
         job.tokens = np.full(end - first, self._tokens, np.int64)
         if blocks[0].min() == NULL_BLOCK:
             job.tokens = (blocks[0] != NULL_BLOCK).sum(axis=1) * self.shapes[0].block_tokens
+        self.cost.begun(ssd_bytes, (end - first) * sum(shape.record_bytes for shape in self.shapes), now)
         return LoadJob(job_id, request_id, tuple(parts))
 
     def _end_load(self, job: Job, now: float) -> None:
@@ -336,6 +360,8 @@ class Tiers:
         for job in jobs:
             if job.kind == "load":
                 self._end_load(job, now)
+                if not any(other.kind == "load" for other in self.jobs.live.values()):
+                    self.cost.idle()
             elif job.kind == "persist":
                 persists.append(job)
             else:
@@ -346,12 +372,15 @@ class Tiers:
 
     def moved(self, moved: Iterable[Moved], ingress_bytes_s: float, now: float) -> None:
         """What ranks moved from and to drives, and the rate at which DRAM reaches HBM, 0 while it is not known. Chunks
-        to come go where they can be read soonest, and promotion goes by the rates of both tiers."""
+        to come go where they can be read soonest; promotion and `cut` go by the rates of both tiers."""
+        ssd_bytes_s = 0.0
         if self.chunks.extents is not None:
             striping = self.chunks.extents.striping
             for one in moved:
                 striping.learn(one)
-            self.promotion.measured(striping.read_bytes_s(now), ingress_bytes_s)
+            ssd_bytes_s = striping.read_bytes_s(now)
+        self.promotion.measured(ssd_bytes_s, ingress_bytes_s)
+        self.cost.measured(ssd_bytes_s, ingress_bytes_s)
 
     def take_problems(self) -> list[str]:
         """What became of drives since the last call, to be said."""

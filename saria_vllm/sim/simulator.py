@@ -195,7 +195,7 @@ class Simulator:
         dram, ssd = tiers.tier_tokens(prefix, 0, hit)
         promoted = tiers.promote_until(prefix, 0, hit, time_s)
         if hit:
-            job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)])
+            job = tiers.plan_load("", prefix, 0, hit, [_blocks(hit)], time_s)
             tiers.finished([JobResult(job.job_id)], time_s)
         if ssd:
             rows = tiers.chunks.index.locate(prefix, 0, hit)[0]

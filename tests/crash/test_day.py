@@ -109,7 +109,7 @@ class Day:
         self.seen["request"] += 1
         generation = self.generation
         if hit:
-            load = self.tiers.plan_load("r", prefix, 0, hit, blocks(0, hit))
+            load = self.tiers.plan_load("r", prefix, 0, hit, blocks(0, hit), self.now)
             self.later(self.latency(), lambda: self.load(load, generation))
         if self.rng.random() < 0.1:
             self.seen["cancelled"] += 1  # Its load ends all the same; nothing more is computed.

@@ -3,8 +3,8 @@
 An episode is a few sessions that grow, branch and come back over tiers that are far too small, on two drives. Loads,
 stores, promotions and persists are in flight at the same time, in the order that threads make of them; requests are
 dropped while they load. By its seed an episode has faults: late transfers, short ones, errors, lost writes, flipped
-bits, a dead drive, a cache reset in the middle. Afterwards all has ended and all slots, blocks, leases and buffers are
-back.
+bits, a dead drive, a deadline that loads miss, a cache reset in the middle; and rates at which loading does not pay.
+Afterwards all has ended and all slots, blocks, leases and buffers are back.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ EPISODES, BATCHES = 2000, 16
 SHAPE = GroupShape(0, 16, 2, 2048)
 DRIVES, SLOTS, HEADROOM, SEGMENT_RECORDS, SEGMENTS_MAX = 2, 10, 2, 6, 5
 BLOCKS, SESSIONS, CHUNKS_MAX, TURNS = 96, 3, 8, 12
+SETTLES = 0.4
+"""Chance that what is in flight ends before the next turn: else hardly anything is on SSD in time."""
 
 
 class Work(NamedTuple):
@@ -81,6 +83,7 @@ class Episode:
         self.chance = rng.choice([0.0, 0.02, 0.1, 0.3])
         self.late_s = rng.choice([0.0, 0.0, 0.001])
         self.dies = rng.randrange(DRIVES), rng.randrange(TURNS) if rng.random() < 0.15 else TURNS
+        world.rig.executor._ends.load_deadline_s = rng.choice([30.0] * 4 + [0.002])
         self.turn, self.now, self.generation = 0, world.now, world.generation
         self.drive_rngs = [random.Random(f"{seed} {drive}") for drive in range(DRIVES)]
         policy: Any = rng.choice(["full_duplicate", "saria", "return"])
@@ -91,6 +94,9 @@ class Episode:
         )  # fmt: skip
         extents = ExtentAllocator(DRIVES, SEGMENTS_MAX, [SEGMENT_RECORDS])
         self.tiers.open_ssd(extents, FoundChunks.of([]), world.next_segment)
+        self.slow = rng.random() < 0.2
+        for _ in range(10 * self.slow):
+            self.tiers.cost.prefill.learn(256, 256 * 128, 0.3)
         self.free = list(range(BLOCKS))
         self.names = itertools.count()
         self.sessions = [self.grown([], rng.randrange(2, 6)) for _ in range(SESSIONS)]
@@ -109,7 +115,7 @@ class Episode:
             *(Fault(result=result) for result in (-errno.EIO, transfer.nbytes - 512, 0, transfer.nbytes)),
             Fault(raises=OSError(errno.EIO, "fault")), Fault(raises=RuntimeError("fault")), Fault(delay_s=0.003),
         ]  # fmt: skip
-        more = [Fault(flip_bit=rng.randrange(8 * transfer.nbytes))] * 3 if reads else [Fault(result=-errno.ENOSPC)]
+        more = [Fault(flip_bit=rng.randrange(8 * transfer.nbytes))] * 8 if reads else [Fault(result=-errno.ENOSPC)]
         return rng.choice(kinds + more)
 
     def grown(self, keys: list[bytes], chunks: int) -> list[bytes]:
@@ -139,7 +145,9 @@ class Episode:
         prefix, first = Prefix(keys), min(self.rng.choice([0, 0, 0, 1]), len(keys) - 1)
         if 2 * len(keys) > len(self.free) or self.tiers.is_loading(prefix, first):
             return
-        end = self.tiers.match(prefix, first, len(keys), self.now)
+        found = self.tiers.match(prefix, first, len(keys), self.now)
+        end, reason = self.tiers.cut(prefix, first, found, 32 * first, 32 * len(keys), self.now)
+        self.world.seen["cuts"] += bool(reason)
         self.tiers.arrived(prefix, end, self.now)
         if end <= first:
             self.compute(keys, first, prefix)
@@ -147,7 +155,7 @@ class Episode:
         blocks = self.take(end - first)
         self.rig.fill(0, b"foreign", blocks.ravel().tolist()[:2])
         promoted = self.tiers.promote_until(prefix, first, end, self.now)
-        job = self.tiers.plan_load("r", prefix, first, end, [blocks])
+        job = self.tiers.plan_load("r", prefix, first, end, [blocks], self.now)
         self.loads[job.job_id] = Work(keys, first, blocks, self.generation, promoted)
         self.rig.executor.submit_load(job)
 
@@ -203,6 +211,8 @@ class Episode:
             self.world.seen[name] += value
         ended = results + [JobResult(state.job.job_id, tuple(state.failed), state.reason) for state in loads]
         tiers.moved(executor.take_moved(), executor.ingress_bytes_s, self.now)
+        if self.slow:  # A chunk takes drives 0.2 s, a prefill less.
+            tiers.cost.measured(SHAPE.record_bytes / 0.2, 1e9)
         tiers.finished(ended, self.now)
         tiers.take_problems()
         for state in loads:
@@ -247,16 +257,18 @@ class Episode:
                 self.request()
             for _ in range(self.rng.randrange(1, 4)):
                 self.step()
+            if self.rng.random() < SETTLES:
+                wait_for(self.quiet)
         self.end()
+
+    def quiet(self) -> bool:
+        """Whether all has ended."""
+        self.step()
+        return not (self.tiers.jobs.live or self.loads or self.copies)
 
     def end(self) -> None:
         """All ends, and all is back where it was."""
-
-        def quiet() -> bool:
-            self.step()
-            return not (self.tiers.jobs.live or self.loads or self.copies)
-
-        wait_for(quiet)
+        wait_for(self.quiet)
         assert sorted(self.free) == list(range(BLOCKS)), "HBM blocks"
         self.tiers.check()
         extents = self.tiers.chunks.extents
@@ -291,6 +303,6 @@ def test_episodes(world: World, batch: int) -> None:
         Episode(world, seed).run()
     happened = (
         "loads", "stale loads", "promotions", "resets", "load_bytes:dram", "load_bytes:ssd", "ssd_written_bytes",
-        "errors:checksum", "errors:read_failed", "errors:write_failed", "errors:disk_full",
+        "errors:checksum", "errors:read_failed", "errors:write_failed", "errors:disk_full", "errors:deadline", "cuts",
     )  # fmt: skip
     assert all(world.seen[what] > 0 for what in happened), world.seen

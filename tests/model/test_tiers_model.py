@@ -185,7 +185,7 @@ class TiersMachine(RuleBasedStateMachine):
         dram_tokens, ssd_tokens = self.tiers.tier_tokens(self.prefix(path), first, end)
         blocks = [1000 * g + np.arange(end - first, dtype=np.int32).reshape(-1, 1) for g in range(self.groups)]
         self.arrive(path, end)
-        job = self.tiers.plan_load("request", self.prefix(path), first, end, blocks)
+        job = self.tiers.plan_load("request", self.prefix(path), first, end, blocks, self.now)
         assert [(item.group, item.key) for item in job.items] == [
             (g, key) for g in range(self.groups) for key in path[first:end]
         ]

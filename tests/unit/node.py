@@ -129,7 +129,7 @@ class Node:
         for group in range(len(self.tiers.shapes)):
             self.rig.fill(group, b"foreign", blocks[group].ravel().tolist()[:2])
         self.tiers.touch(prefix, end, end, self.now)
-        job = self.tiers.plan_load("r", prefix, 0, end, blocks)
+        job = self.tiers.plan_load("r", prefix, 0, end, blocks, self.now)
         self.rig.executor.submit_load(job)
         failed = self._ended(job)
         for group in range(len(self.tiers.shapes)):
@@ -152,7 +152,7 @@ class Node:
         """A reader that takes its time: its load is planned and not begun."""
         prefix = Prefix(keys)
         end = self.tiers.match(prefix, 0, min(len(keys), LOAD_CHUNKS), self.now)
-        return self.tiers.plan_load("pin", prefix, 0, end, self.blocks(0, end)) if end else None
+        return self.tiers.plan_load("pin", prefix, 0, end, self.blocks(0, end), self.now) if end else None
 
     def unpin(self, job: LoadJob) -> None:
         self.rig.executor.submit_load(job)

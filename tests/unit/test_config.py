@@ -216,8 +216,8 @@ TYPOS = {
     "promotion": ["promote", "promotions", "Promotion"],
     "pacing": ["paceing", "Pacing", "pacin"],
     "ssd_engine": ["ssd_engin", "sdd_engine", "ssdEngine"],
-    "io_threads": ["io_thread", "iothreads", "io-threads"],
-    "io_cpus": ["io_cpu", "iocpus"],
+    "io_threads": ["io_thread", "iothreads", "io-threads"], "io_cpus": ["io_cpu", "iocpus"],
+    "load_deadline": ["loaddeadline", "deadline", "load_timeout"],
     "trace_record": ["trace_recording", "tracerecord", "traceRecord"],
     "namespace": ["name_space", "namespaces"],
 }  # fmt: skip

@@ -20,7 +20,6 @@ from doubles import (
     wait_for,
 )
 from saria_vllm.engine import executor as executor_module
-from saria_vllm.engine import jobs as jobs_module
 from saria_vllm.engine import pacer
 from saria_vllm.errors import ConfigError
 from saria_vllm.storage.segments import SegmentStore
@@ -195,7 +194,7 @@ def test_b24_a_drive_that_hangs_ends_the_load_at_its_deadline_and_never_writes_l
     rig.write_slot(0, b"d", rig.slot(0, 1))
     back = threading.Event()
     rig.faults = lambda transfer: Fault(hold=back) if transfer.kind == "read" else None
-    monkeypatch.setattr(jobs_module, "LOAD_DEADLINE_S", 0.3)
+    monkeypatch.setattr(rig.executor._ends, "load_deadline_s", 0.3)
     rig.fill(0, b"foreign", (0, 1, 2, 3))
     job = rig.load(from_dram(0, (4, 5, 6, 7), rig.slot(0, 1)), from_ssd(0, (0, 1, 2, 3), Extent(0, 0, 0), b"s"))
     state = rig.ended(job)
@@ -216,7 +215,7 @@ def test_a_load_does_not_end_while_its_blocks_are_being_written(rig: Rig, monkey
         assert go_on.wait(10)
 
     rig.maps[0].fault = stall
-    monkeypatch.setattr(jobs_module, "LOAD_DEADLINE_S", 0.0)
+    monkeypatch.setattr(rig.executor._ends, "load_deadline_s", 0.0)
     job = rig.load(from_dram(0, (4, 5, 6, 7), rig.slot(0, 1)))
     assert copying.wait(10)
     time.sleep(0.05)

@@ -12,7 +12,6 @@ import pytest
 
 from doubles import SHAPES, Fault, MakeRig, Rig, from_dram, from_ssd, wait_for
 from saria_vllm.config import PacingConfig
-from saria_vllm.engine import jobs as jobs_module
 from saria_vllm.engine import link_rate
 from saria_vllm.engine import pacer as pacer_module
 from saria_vllm.engine.emulated import Contention, Emulation
@@ -146,9 +145,9 @@ def test_a_reset_while_a_load_waits_for_credit(slow: Rig) -> None:
 
 
 def test_the_deadline_of_a_load_that_waits_for_credit(slow: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs_module, "LOAD_DEADLINE_S", 0.1)
+    monkeypatch.setattr(slow.executor._ends, "load_deadline_s", 0.1)
     load = slow.load(*dram(slow, range(40)))
-    monkeypatch.setattr(jobs_module, "LOAD_DEADLINE_S", 30.0)
+    monkeypatch.setattr(slow.executor._ends, "load_deadline_s", 30.0)
     state = slow.ended(load)
     assert state.reason == "deadline"
     copied = 40 - len(state.failed)

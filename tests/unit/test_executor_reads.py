@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from doubles import Fault, MakeRig, Rig, from_ssd, wait_for
-from saria_vllm.engine import jobs as jobs_module
 from saria_vllm.storage import segments as segments_module
 from saria_vllm.storage.drives import Drive
 from saria_vllm.types import Extent, GroupShape
@@ -94,7 +93,7 @@ def test_nothing_is_read_for_a_load_that_has_ended(
     jobs_in_flight = [rig.load(*items[at : at + 16]) for at in range(0, depth, 16)]
     wait_for(lambda: rig.engines[0].submits["read"] == depth)
     if not reset:
-        monkeypatch.setattr(jobs_module, "LOAD_DEADLINE_S", -1.0)
+        monkeypatch.setattr(rig.executor._ends, "load_deadline_s", -1.0)
     queued = rig.load(*items[32:])
     monkeypatch.undo()
     if reset:

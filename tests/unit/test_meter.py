@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from doubles import Fault, Rig, from_ssd, load_job, persist_job
-from saria_vllm.engine.jobs import LOAD_DEADLINE_S, Ends, Meter, PersistState
+from saria_vllm.config import LOAD_DEADLINE_S
+from saria_vllm.engine.jobs import Ends, Meter, PersistState
 from saria_vllm.engine.pieces import Pieces
 from saria_vllm.types import Extent, PersistItem, Slot
 

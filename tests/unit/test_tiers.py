@@ -484,7 +484,7 @@ def test_tokens_of_blocks_that_hbm_has_are_no_hit_of_ours() -> None:
     assert job is not None
     end(tiers, job)
     tables[0][0, :3] = NULL_BLOCK
-    end(tiers, tiers.plan_load("r", prefix, 0, 2, tables))
+    end(tiers, tiers.plan_load("r", prefix, 0, 2, tables, 0.0))
     assert tiers.chunks.counts["hit_tokens:dram"] == 16 + 64
 
 

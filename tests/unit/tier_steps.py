@@ -82,7 +82,7 @@ def plan_load(tiers: Tiers, keys: Sequence[bytes], first: int = 0, end: int | No
     prefix = Prefix(keys)
     assert tiers.match(prefix, first, end, 0.0) == end
     tiers.touch(prefix, end, 0, 0.0)
-    return tiers.plan_load("r", prefix, first, end, blocks(first, end, len(tiers.shapes)))
+    return tiers.plan_load("r", prefix, first, end, blocks(first, end, len(tiers.shapes)), 0.0)
 
 
 def end(
