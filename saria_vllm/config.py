@@ -90,6 +90,22 @@ def parse_bytes(value: object, key: str) -> int:
     return nbytes
 
 
+def parse_rate(value: object, key: str) -> float:
+    """Bytes per second of a rate such as "45GB/s".
+
+    Raises:
+        ConfigError: not a string, no unit, an unknown unit, or less than `RATE_MIN`.
+    """
+    size = value.strip().removesuffix("/s") if isinstance(value, str) and value.strip().endswith("/s") else None
+    try:
+        rate = parse_bytes(size, key)
+    except ConfigError:
+        rate = 0
+    if rate < RATE_MIN:
+        raise ConfigError(f'{key}: {value!r} is not a rate of at least 1MB/s with a unit, such as "45GB/s"')
+    return float(rate)
+
+
 def _deadline_s(value: object) -> float:
     """Seconds of a time such as "30s"."""
     least, most = LOAD_DEADLINE_RANGE_S
@@ -484,11 +500,9 @@ def _pacing(value: object) -> dict[str, Any]:
         raise ConfigError(f"pacing.ingress: {ingress!r} is not {_ACCEPTED['pacing.ingress']}")  # Of which unit?
     if isinstance(ingress, str) and ingress.endswith("/s"):
         try:
-            raw["ingress"] = float(parse_bytes(ingress.removesuffix("/s"), "pacing.ingress"))
+            raw["ingress"] = parse_rate(ingress, "pacing.ingress")
         except ConfigError:
             raise ConfigError(f"pacing.ingress: {ingress!r} is not {_ACCEPTED['pacing.ingress']}") from None
-        if raw["ingress"] < RATE_MIN:
-            raise ConfigError(f"pacing.ingress: {ingress!r} is not {_ACCEPTED['pacing.ingress']}")
     return raw
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from saria_connector.metadata import SariaMetadata, SariaWorkerMetadata
 from saria_connector.sizing import Sizing
 from saria_vllm.config import SariaConfig, format_rate
 from saria_vllm.engine.device_pages import DevicePages, pin, round_trip
+from saria_vllm.engine.emulated import ENVIRONMENT, EmulatedMachine
 from saria_vllm.engine.executor import Executor
 from saria_vllm.engine.link_rate import measure_link
 from saria_vllm.engine.pool import DramPool
@@ -48,8 +50,8 @@ class WorkerSide:
         self.counts: Counts = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        sizing = self._sizing
-        maps = layout.page_maps(self._kv_cache_config, sizing.groups, kv_caches)
+        sizing, opener, io_threads = self._sizing, open_engine, self._config.io_threads
+        maps: dict[int, Any] = layout.page_maps(self._kv_cache_config, sizing.groups, kv_caches)
         if self._config.ssd_paths:
             open_engine(self._config.ssd_engine, 2)[0].close()  # A configured engine that cannot work is an error now.
         pool = DramPool(self._pool_name, sizing.dram_bytes, self._rank % sizing.ranks, sizing.ranks, sizing.slab_bytes)
@@ -57,6 +59,10 @@ class WorkerSide:
         if self._on_device:
             self._prepare_device(pool)
         self._step_times = StepTimes(any(pages.on_gpu for pages in self._on_device))
+        if rates := os.environ.get(ENVIRONMENT):
+            logger.warning("SARIA: %s is set: loads are as slow as %s say", ENVIRONMENT, rates)
+            machine = EmulatedMachine.of(rates, len(self._config.ssd_paths))
+            maps, opener, io_threads = {group: machine.pages(of) for group, of in maps.items()}, machine.open_engine, 1
         shapes, pacing, link = {shape.group: shape for shape in sizing.shapes}, self._config.pacing, 0.0
         if pacing.mode != "off":  # No request has come yet: what the blocks hold does not matter.
             group, shape = next(iter(shapes.items()))
@@ -70,11 +76,12 @@ class WorkerSide:
             maps,
             shapes,
             ssd_engine=self._config.ssd_engine,
-            io_threads=self._config.io_threads,
+            io_threads=io_threads,
             cpus=self._config.io_cpus,
             pacing=pacing,
             link=link,
             load_deadline_s=self._config.load_deadline,
+            opener=opener,
         )
 
     def _prepare_device(self, pool: DramPool) -> None:

@@ -1,4 +1,4 @@
-"""Drives and an ingress of given rates: for tests and `saria bench reload`, where DRAM and SSD are too alike.
+"""Drives and an ingress of given rates: for tests, benchmarks and the demo, where DRAM and SSD are too alike.
 
 The model is fixed. Ingress I, drives that can read B together. While reads are in flight:
 
@@ -18,7 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from saria_vllm import _native
-from saria_vllm.engine.ssd_engine import SsdEngine
+from saria_vllm.config import SsdEngineName, parse_rate
+from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
+
+ENVIRONMENT = "SARIA_EMULATED_RATES"
+"""Turns it on in an engine: the ingress, then the rate of each drive, as "800MB/s,200MB/s"; the last one goes for
+further drives, too."""
 
 WINDOW_BYTES = 64 << 20
 """The time before is that in which the ingress moves so much, some pieces, or since copying began."""
@@ -240,3 +245,35 @@ class EmulatedEngine:
         done += [(tag, self._held.pop(tag)) for tag in self._waited & self._held.keys()]
         self._waited.difference_update(tag for tag, _ in done)
         return done
+
+
+class EmulatedMachine:
+    """What an `Executor` over emulated rates is given: page maps, and SSD engines, one for each drive in turn.
+
+    Args:
+        ingress, drives: bytes per second; less than this machine can do.
+    """
+
+    def __init__(self, ingress: float, drives: Sequence[float]) -> None:
+        self._emulation, self._drives, self._opened = Emulation(Contention(ingress, drives)), len(drives), 0
+
+    @classmethod
+    def of(cls, text: str, drives: int) -> EmulatedMachine:
+        """One that `ENVIRONMENT` describes.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        ingress, *rates = [parse_rate(rate, ENVIRONMENT) for rate in text.split(",")]
+        rates = (rates or [ingress])[: max(1, drives)]
+        return cls(ingress, rates + rates[-1:] * (drives - len(rates)))
+
+    def pages(self, inner: Any) -> Any:
+        """A page map whose copies into HBM are as slow as the ingress."""
+        return EmulatedMap(inner, self._emulation)
+
+    def open_engine(self, name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
+        """See `open_engine`."""
+        engine, note = open_engine(name, depth)
+        self._opened += 1
+        return EmulatedEngine(engine, self._emulation, (self._opened - 1) % self._drives), f"{note}; emulated rate"

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from saria_vllm import _native
-from saria_vllm.config import PacingConfig, PacingMode, SsdEngineName
-from saria_vllm.engine.emulated import Contention, EmulatedEngine, EmulatedMap, Emulation
+from saria_vllm.config import PacingConfig, PacingMode
+from saria_vllm.engine.emulated import EmulatedMachine
 from saria_vllm.engine.executor import Executor
 from saria_vllm.engine.pool import DramPool
-from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
 from saria_vllm.errors import StorageError
 from saria_vllm.storage.format import segment_cost_bytes
 from saria_vllm.types import GroupShape, Ints, LoadJob, LoadPart, OpenSsd, PersistJob
@@ -45,19 +44,18 @@ class ReloadBench:
 
     def __init__(self, directory: str, chunks: int, ingress: float, drives: Sequence[float], mode: PacingMode) -> None:
         self._chunks, self._drives = chunks, len(drives)
-        self._emulation = Emulation(Contention(ingress, drives))
+        machine = EmulatedMachine(ingress, drives)
         self._hbm = mmap.mmap(-1, chunks * RECORD_BYTES)
         self._pages = np.frombuffer(self._hbm, np.uint64).reshape(LAYERS, chunks, -1)
         page, start = RECORD_BYTES // LAYERS, addressof(c_char.from_buffer(self._hbm))
         bases = [start + layer * chunks * page for layer in range(LAYERS)]
-        pages: Any = EmulatedMap(_native.PageMap(bases, [page] * LAYERS, [page] * LAYERS, chunks), self._emulation)
-        self._opened = 0
+        pages = machine.pages(_native.PageMap(bases, [page] * LAYERS, [page] * LAYERS, chunks))
         self._jobs = 0
         pool = DramPool(f"bench-{os.getpid()}-{mode}", chunks * RECORD_BYTES, 0, 1, RECORD_BYTES)
         whole: Any = (c_char * pool.region_bytes).from_address(pool.base)
         np.frombuffer(whole, np.uint64).reshape(chunks, -1)[:] = np.arange(1, chunks + 1, dtype=np.uint64)[:, None]
         self._executor = Executor(
-            pool, {0: pages}, {0: SHAPE}, io_threads=1, pacing=PacingConfig(mode, ingress), opener=self._open_engine
+            pool, {0: pages}, {0: SHAPE}, io_threads=1, pacing=PacingConfig(mode, ingress), opener=machine.open_engine
         )
         try:
             self._open(directory)
@@ -144,11 +142,6 @@ class ReloadBench:
             [(number % self._drives, *divmod(number // self._drives, SEGMENT_RECORDS)) for number in numbers],
             np.int32,
         ).reshape(-1, 3)
-
-    def _open_engine(self, name: SsdEngineName, depth: int) -> tuple[SsdEngine, str]:
-        engine, note = open_engine(name, depth)
-        self._opened += 1
-        return EmulatedEngine(engine, self._emulation, self._opened - 1), note
 
 
 def _key(number: int) -> bytes:

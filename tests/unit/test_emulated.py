@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from saria_vllm import _native
-from saria_vllm.engine.emulated import Contention, EmulatedEngine, EmulatedMap, Emulation
+from saria_vllm.config import ConfigError
+from saria_vllm.engine.emulated import Contention, EmulatedEngine, EmulatedMachine, EmulatedMap, Emulation
 from saria_vllm.engine.posix import PosixEngine
 
 GB, MIB = 10**9, 1 << 20
@@ -154,3 +155,36 @@ def test_a_map_copies_right_and_takes_its_time() -> None:
     with pytest.raises(IndexError):
         slow.scatter_many([address], [[2, 9]])
     assert slow.block_bytes == 4096
+
+
+@pytest.mark.parametrize(
+    ("text", "drives", "ingress", "rates"),
+    [
+        ("800MB/s,200MB/s", 1, 800e6, (200e6,)),
+        ("800MB/s, 200MB/s", 3, 800e6, (200e6, 200e6, 200e6)),
+        ("1GB/s,200MB/s,100MB/s", 3, 1e9, (200e6, 100e6, 100e6)),
+        ("1GB/s,200MB/s,100MB/s", 1, 1e9, (200e6,)),
+        ("1GB/s", 2, 1e9, (1e9, 1e9)),
+        ("1GB/s,100MB/s", 0, 1e9, (100e6,)),
+    ],
+)
+def test_what_the_environment_says_of_a_machine(
+    text: str, drives: int, ingress: float, rates: tuple[float, ...]
+) -> None:
+    contention = EmulatedMachine.of(text, drives)._emulation._contention
+    assert (contention._ingress, contention._rates) == (ingress, rates)
+
+
+@pytest.mark.parametrize("text", ["", "1", "1GB", "fast", "1GB/s,", "1GB/s;200MB/s", "1GB/s,10KB/s", "-1GB/s"])
+def test_what_the_environment_may_not_say(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^SARIA_EMULATED_RATES: .* is not a rate of at least 1MB/s with a unit"):
+        EmulatedMachine.of(text, 1)
+
+
+def test_engines_of_a_machine_are_of_its_drives_in_turn() -> None:
+    machine = EmulatedMachine(1e9, [1e8, 2e8])
+    engines = [machine.open_engine("posix", 4) for _ in range(4)]
+    assert [engine._drive for engine, _ in engines if isinstance(engine, EmulatedEngine)] == [0, 1, 0, 1]
+    assert all(note.endswith("; emulated rate") for _, note in engines)
+    for engine, _ in engines:
+        engine.close()
