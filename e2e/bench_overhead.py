@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from models import ensure_model
-from reloading import HERE, connector, counters, make_prompt
+from reloading import connector, counters, make_prompt, python_path
 from server import Server
 
 BLOCK_TOKENS = 128
@@ -133,7 +133,7 @@ class Arm:
             "--max-model-len", str(arguments.tokens + 512), "--max-num-batched-tokens", "2048", "--max-num-seqs", "4",
             "--num-gpu-blocks-override", str(hbm_blocks),
         ]  # fmt: skip
-        env = {"SARIA_TIMES": str(self.times), "PYTHONPATH": os.pathsep.join([str(HERE), *_python_path()])}
+        env = {"SARIA_TIMES": str(self.times), "PYTHONPATH": python_path()}
         self.server = Server(
             ensure_model("llama-136m"), options, log=folder / "server.log", connector=config,
             cpus="0", dtype=arguments.dtype, kv_space_gib=4, env=env,
@@ -182,10 +182,6 @@ class Arm:
                 parts.append(f"{words} {tokens:,.0f} tokens each ({nbytes / 2**20:,.0f} MiB)")
         dropped = {name: int(value) for name, value in moved.items() if name.startswith("dropped_chunks{") and value}
         return ", ".join([f"{requests} requests", *parts, *([f"chunks not kept {dropped}"] if dropped else [])])
-
-
-def _python_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 class Inside(NamedTuple):

@@ -119,11 +119,11 @@ def _check(options: list[str]) -> None:
     Raises:
         SariaError: it cannot be read, or nothing of it fits.
     """
-    arguments = _parsed(options)
+    arguments = parsed(options)
     make_plan(arguments, wanted_sessions(arguments), ServerInfo(MODEL, CONTEXT_TOKENS, FALLBACK_VOCAB[1]))
 
 
-def _parsed(options: list[str]) -> argparse.Namespace:
+def parsed(options: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parser.parse_args(options)
@@ -144,11 +144,11 @@ def _run_arm(arm: str, model: Path, options_of_replay: list[str], out: Path, beg
         server = Server(model, options, log=out / f"{name}.log", connector=connector_config(arm, ssd))
         with server:
             _say(began, "replaying")
-            plan, report = _replay(server.url, options_of_replay)
-            totals = _settle(server)
+            plan, report = replay_all(server.url, options_of_replay)
+            totals = settled(server)
             _say(began, f"asking {SAMPLE} turns again, HBM emptied before each")
             answers = _ask_again(server, plan, report["turns"])
-            checked = _settle(server)
+            checked = settled(server)
     finally:
         shutil.rmtree(ssd, ignore_errors=True)
     return {"arm": arm, "report": report, "counters": totals, "answers": answers, "counters_after_check": checked}
@@ -170,16 +170,16 @@ def connector_config(arm: str, ssd: Path) -> dict[str, Any] | None:
     }
 
 
-def _replay(url: str, options: list[str]) -> tuple[ReplayPlan, dict[str, Any]]:
+def replay_all(url: str, options: list[str]) -> tuple[ReplayPlan, dict[str, Any]]:
     """What `saria replay` does, keeping the prompts."""
-    plan, report = replay(_parsed(["--url", url, *options]))
+    plan, report = replay(parsed(["--url", url, *options]))
     if report["failed"]:
         errors = [turn["error"] for turn in report["turns"] if turn["error"]]
         raise ServerDied(f"{report['failed']} requests failed, the first with: {errors[0]}")
     return plan, report
 
 
-def _settle(server: Server) -> dict[str, float]:
+def settled(server: Server) -> dict[str, float]:
     """The server's counters once writes in the background are done: they are reported with the next step."""
     deadline = time.monotonic() + SETTLE_S
     before: dict[str, float] | None = None

@@ -55,6 +55,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "initializer_range": 0.04,
     },
+    # 63 M parameters, 12 KiB of KV per token in fp32: sessions under emulated rates.
+    "llama-sessions": {
+        **_LLAMA,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "initializer_range": 0.035,
+    },
     # 136 M parameters, 24 KiB of KV per token in fp32: TTFT measurements.
     "llama-136m": {
         **_LLAMA,

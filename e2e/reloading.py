@@ -29,6 +29,11 @@ from server import Answer, Server, ServerDied
 HERE = Path(__file__).parent
 
 
+def python_path() -> str:
+    """For servers that use a connector of this folder."""
+    return os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+
+
 @dataclass(frozen=True)
 class Kind:
     """A model and how to serve it."""
