@@ -99,7 +99,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="default: the shared one, else seeded sessions")
     parser.add_argument("--ingress", type=float, default=320, metavar="MB/S", help="default %(default)s")
     parser.add_argument("--ssd-share", type=float, default=0.5, help="of the ingress (default %(default)s)")
-    parser.add_argument("--slow-share", type=float, default=1 / 32, help="the slow drive's (default 1/32)")
+    parser.add_argument("--slow-share", type=float, default=0.01, help="the slow drive's (default %(default)s)")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

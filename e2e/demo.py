@@ -1,7 +1,8 @@
 """Agent sessions whose KV does not fit in HBM, served four ways: `make demo`.
 
 A small random-weight Llama is served by vLLM with an HBM for about one session. The same sessions are replayed
-without a connector, and with SariaConnector under three admission policies. One table and one picture come out;
+without a connector, and with SariaConnector under three admission policies. Reloads run at emulated rates, for DRAM and
+SSD of a machine without a GPU are too alike: see INGRESS and DRIVE. One table and one picture come out;
 afterwards sampled turns are asked again in every configuration with HBM emptied first, and the answers compared.
 
 Exit status 0: saria hit SSD, wrote less than full_duplicate, and all answers are the same. 1: not so. 2: bad usage.
@@ -23,6 +24,7 @@ import demo_report
 from models import ensure_model
 from saria_vllm.cli.replay import FALLBACK_VOCAB, add_arguments, make_plan, replay, wanted_sessions
 from saria_vllm.cli.replay_drive import ReplayPlan, ServerInfo, parse_counters
+from saria_vllm.engine.emulated import ENVIRONMENT
 from saria_vllm.errors import SariaError
 from server import Server, ServerDied
 
@@ -44,6 +46,8 @@ DRAM = "136MiB"
 SSD = "4GiB"
 OUTPUT_TOKENS = 8
 ARRIVAL_GAP_S = 2.0
+INGRESS, DRIVE = "800MB/s", "400MB/s"
+"""Of reloads: about five times what prefill makes of KV, and half of that."""
 SAMPLE = 8
 CHECK_TOKENS = 16
 SETTLE_S = 20.0
@@ -103,7 +107,8 @@ def _replay_options(arguments: argparse.Namespace) -> list[str]:
     source = ["--trace", str(trace)] if trace else []
     print(
         f"{sessions} sessions of {turns} turns from {trace or 'the seeded generator'}, "
-        f"every 64 tokens of the trace become {round(64 * SCALE)}",
+        f"every 64 tokens of the trace become {round(64 * SCALE)}; reloads at emulated rates: "
+        f"ingress {INGRESS}, SSD {DRIVE}",
         flush=True,
     )
     return [
@@ -141,7 +146,8 @@ def _run_arm(arm: str, model: Path, options_of_replay: list[str], out: Path, beg
         "--num-gpu-blocks-override", str(HBM_BLOCKS), "--block-size", "128", "--max-num-seqs", "4",
     ]  # fmt: skip
     try:
-        server = Server(model, options, log=out / f"{name}.log", connector=connector_config(arm, ssd))
+        env = {ENVIRONMENT: f"{INGRESS},{DRIVE}"}
+        server = Server(model, options, log=out / f"{name}.log", connector=connector_config(arm, ssd), env=env)
         with server:
             _say(began, "replaying")
             plan, report = replay_all(server.url, options_of_replay)

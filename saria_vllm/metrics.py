@@ -1,4 +1,4 @@
-"""Every counter by name: the one table that code, /metrics and docs use."""
+"""Every counter and gauge by name: the one table that code, /metrics and docs use."""
 
 from __future__ import annotations
 
@@ -80,8 +80,15 @@ COUNTERS: dict[str, Metric] = {
     "internal_errors": Metric("Faults of ours that were turned into cache misses"),
 }
 
+GAUGES: dict[str, Metric] = {
+    "drive_read_bytes_s": Metric("Bytes per second at which one rank was lately seen to read a drive", "drive"),
+    "ingress_bytes_s": Metric("Bytes per second that loads may bring into one rank's HBM"),
+    "prefill_tokens_s": Metric("Tokens per second of a prefill at the beginning of a prompt, as lately seen"),
+}
+"""What was measured: they travel with the counters, and the last value counts."""
+
 Counts = dict[str, int]
-"""Counter increments by "name" or "name:label value"."""
+"""Counter increments, and values of gauges, by "name" or "name:label value"."""
 
 
 def count(counts: Counts, name: str, value: int, label: str = "") -> None:

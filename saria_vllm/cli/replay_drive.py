@@ -163,16 +163,16 @@ def _said(what: object) -> str:
 
 
 def parse_counters(text: str) -> Counters:
-    """The `vllm:saria_` lines of a /metrics page, engines and models summed; `_created` lines left out."""
+    """The `vllm:saria_` counters of a /metrics page, engines and models summed; gauges are left out."""
     counters: Counters = {}
     for line in text.splitlines():
         if not line.startswith(METRIC_PREFIX):
             continue
         name, _, value = line.rpartition(" ")
         name, _, labels = name.partition("{")
-        name = name[len(METRIC_PREFIX) :].removesuffix("_total")
-        if name.endswith("_created"):
+        if not name.endswith("_total"):
             continue
+        name = name[len(METRIC_PREFIX) :].removesuffix("_total")
         own = [match[0] for match in _LABEL.finditer(labels) if match[1] not in _NOT_OURS]
         key = name + (f"{{{','.join(own)}}}" if own else "")
         try:

@@ -91,17 +91,19 @@ class Chunks:
         return rows
 
     def settle(self, rows: Rows) -> None:
-        """After a change: free what was found unreadable, make ghosts of what no tier holds any more."""
+        """After a change: free what was found unreadable, make ghosts of what no tier holds any more, and let eviction
+        find what it may take now."""
         index = self.index
-        if (index.dram[rows] == VALID).all():
-            return
-        rows = rows[index.leases[rows] == 0]
-        bad = rows[(index.dram[rows] == BAD) & (index.ssd[rows] != BUSY)]
-        if bad.size:
-            self.drop_dram(bad)
-        gone = rows[(index.dram[rows] == NONE) & (index.ssd[rows] == NONE) & (index.ghost[rows] == 0)]
-        if gone.size:
-            index.remove(self.ghosts.add(gone))
+        if not (index.dram[rows] == VALID).all():
+            free = rows[index.leases[rows] == 0]
+            bad = free[(index.dram[free] == BAD) & (index.ssd[free] != BUSY)]
+            if bad.size:
+                self.drop_dram(bad)
+            gone = free[(index.dram[free] == NONE) & (index.ssd[free] == NONE) & (index.ghost[free] == 0)]
+            if gone.size:
+                index.remove(self.ghosts.add(gone))
+        for recency in self.recency:
+            recency.unpark(rows)
 
     def drop_dram(self, rows: Rows) -> None:
         index = self.index

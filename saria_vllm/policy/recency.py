@@ -2,7 +2,8 @@
 
 Every touch of a prefix is an epoch, and within an epoch deeper chunks are the older ones; so a prefix that is touched
 as a whole never has a chunk older than a descendant. A chunk that joins later takes its parent's epoch. The order is
-kept as one array of rows per epoch; entries that no longer hold are dropped when they are met.
+kept as one array of rows per epoch; entries that no longer hold are dropped when they are met. Rows that are met while
+they may not be evicted are parked, out of the order, until what holds them ends: else each search would meet them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Recency:
         self._epochs: dict[int, list[Rows]] = {}
         """Oldest first; an array alone is sorted, the oldest row first."""
         self._entries, self._entries_max = 0, 1 << 16
+        self._parked: set[int] = set()
 
     def put(self, rows: Rows) -> None:
         """Enter rows, one at least, under the epoch and depth that their columns say."""
@@ -69,6 +71,16 @@ class Recency:
         held: Rows = rows[(index.epoch[rows] == epoch) & (index.dram[rows] != NONE)]
         return held
 
+    def unpark(self, rows: Rows) -> None:
+        """What held these rows may have ended."""
+        if not self._parked or self._parked.isdisjoint(numbers := rows.tolist()):
+            return
+        mine = np.array([row for row in numbers if row in self._parked], np.intp)
+        free, gone = self._index.evictable(mine), self._index.dram[mine] == NONE
+        self._parked.difference_update(mine[free | gone].tolist())
+        if free.any():
+            self.put(mine[free])
+
     def oldest(self, count: int) -> Rows:
         """Up to `count` rows that may be evicted, the oldest first; they stay in the order until they are evicted."""
         chosen: list[Rows] = []
@@ -80,17 +92,19 @@ class Recency:
                 self._entries -= sum(map(len, arrays))
                 arrays[:] = [self._sorted(self._holds(epoch, np.concatenate(arrays)))]
                 self._entries += len(arrays[0])
-            # The rows before `start` are held by jobs or gone; they are looked at again next time.
             kept: list[Rows] = []
             rows, start = arrays[0], 0
             while start < len(rows) and count > 0:
                 part = rows[start : start + _SLICE]
                 start += _SLICE
                 part = self._holds(epoch, part)
+                free = self._index.evictable(part)
+                if not free.all():
+                    self._parked.update(part[~free].tolist())
+                    part = part[free]
                 kept.append(part)
-                free = part[self._index.evictable(part)][:count]
-                count -= len(free)
-                chosen.append(free)
+                chosen.append(part[:count])
+                count -= len(chosen[-1])
             left = sum(map(len, kept))
             if left < min(start, len(rows)) // 2 or not left:
                 rest = rows[start:]
@@ -121,10 +135,14 @@ class Recency:
     def clear(self) -> None:
         self._epochs.clear()
         self._entries = 0
+        self._parked.clear()
 
     def order(self) -> list[int]:
-        """All rows in order, the oldest first; for tests."""
+        """All rows in order, parked ones in their place, the oldest first; for tests."""
         self.compact()
         rows = [row for arrays in self._epochs.values() for row in arrays[0].tolist()]
         assert len(rows) == len(set(rows))
-        return rows
+        parked = np.array(sorted(self._parked.difference(rows)), np.intp)
+        assert not self._index.evictable(parked).any() and (self._index.dram[parked] != NONE).all()
+        epoch, depth = self._index.epoch, self._index.depth
+        return sorted([*rows, *parked.tolist()], key=lambda row: (int(epoch[row]), -int(depth[row])))

@@ -113,6 +113,11 @@ class Striping:
         usual, fastest = sum(known) / len(known), max(known)
         return [max(LEAST_SHARE, (rate or usual) / fastest) for rate in rates]
 
+    def read_rates(self) -> dict[str, int]:
+        """What one rank gets from each drive, bytes per second by label, as far as it is known."""
+        pairs = zip(self.labels, self._reads, strict=True)
+        return {label: int(rate.known) for label, rate in pairs if rate.known}
+
     def read_bytes_s(self, now: float) -> float:
         """What one rank gets from all drives that are read from, 0 while that is not known; a drive that is not known
         counts as a usual one."""

@@ -316,6 +316,7 @@ class Tiers:
         else:
             chunks.index.dram[job.rows] = VALID
             chunks.index.promoted[job.rows] = job.kind == "promote"
+            chunks.settle(job.rows)
             self.evictor.consider(job.rows)
         if job.failed:
             name = "errors" if job.kind == "store" else "unpromoted_chunks"
@@ -420,6 +421,14 @@ class Tiers:
         self.jobs.make_stale(self.chunks.index)
         self.chunks.clear(self.jobs)
         self.evictor.clear()
+
+    def gauges(self) -> Counts:
+        """What was measured, of what is known."""
+        found = {"ingress_bytes_s": int(self.cost.ingress_bytes_s), "prefill_tokens_s": int(self.cost.prefill.tokens_s)}
+        if self.chunks.extents is not None:
+            rates = self.chunks.extents.striping.read_rates()
+            found |= {f"drive_read_bytes_s:{drive}": rate for drive, rate in rates.items()}
+        return {name: value for name, value in found.items() if value}
 
     def take_counts(self) -> Counts:
         """Counter increments since the last call."""

@@ -217,7 +217,10 @@ def test_rows_in_use_are_passed_over() -> None:
     touch(index, recency, rows, 1)
     index.leases[rows[3]], index.dram[rows[2]], index.evicting[rows[1]] = 1, BUSY, 1
     assert keys_of(index, recency.oldest(9)) == [b"a"]
+    recency.unpark(rows)
+    assert keys_of(index, recency.oldest(9)) == [b"a"], "they are in use still"
     index.leases[rows[3]], index.dram[rows[2]], index.evicting[rows[1]] = 0, VALID, 0
+    recency.unpark(rows)
     assert keys_of(index, recency.oldest(9)) == [b"d", b"c", b"b", b"a"]
 
 
