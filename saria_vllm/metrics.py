@@ -85,10 +85,10 @@ GAUGES: dict[str, Metric] = {
     "ingress_bytes_s": Metric("Bytes per second that loads may bring into one rank's HBM"),
     "prefill_tokens_s": Metric("Tokens per second of a prefill at the beginning of a prompt, as lately seen"),
 }
-"""What was measured: they travel with the counters, and the last value counts."""
+"""What was measured: they travel with the counters when they change, and the last value counts."""
 
 Counts = dict[str, int]
-"""Counter increments, and values of gauges, by "name" or "name:label value"."""
+"""Counter increments, and gauges that changed, by "name" or "name:label value"."""
 
 
 def count(counts: Counts, name: str, value: int, label: str = "") -> None:

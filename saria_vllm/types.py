@@ -397,3 +397,5 @@ class OpenedSsd(msgspec.Struct, frozen=True):
     """Which engine was chosen, and why."""
     problem: str = ""
     """Why the tier is off, when it is."""
+    read_bytes_s: tuple[float, ...] = ()
+    """By drive: how fast this rank reads from it, 0 where that was not measured."""

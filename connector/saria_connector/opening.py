@@ -184,14 +184,23 @@ class SsdOpening:
             if not all(report.drives[drive] for report in reports):
                 logger.error("SARIA: drive %s is left out until a restart", self._paths[drive])
                 extents.striping.leave_out(drive)
+        self._seed(extents, reports)
         seen = set[tuple[int, int]]().union(*(report.found.segments() for report in reports))
         self._tiers.open_ssd(extents, found, next_segment, seen)
+        self._tiers.moved((), self._tiers.ingress_bytes_s, self._clock())
         if self.generation != self._generation_sent:
             self._tiers.reset()  # A reset came in between: what was found is of before, and its segments must go.
         if not self.sharing.segments_max and (extents := self._tiers.chunks.extents) is not None:
             extents.segments_max = extents.most_segments()  # Not settled yet: what is there may stay.
         self.sharing.start(self._tiers)
         logger.info("SARIA: the SSD tier is open, %d chunks found; %s", len(found), reports[0].note)
+
+    @staticmethod
+    def _seed(extents: ExtentAllocator, reports: list[OpenedSsd]) -> None:
+        """Take what ranks measured of each drive; a load is as slow as its slowest rank."""
+        for drive, rates in enumerate(zip(*(report.read_bytes_s for report in reports), strict=True)):
+            if known := [rate for rate in rates if rate]:
+                extents.striping.seed(drive, min(known))
 
     def next_generation(self) -> bool:
         """Begin a generation; False when not durably."""

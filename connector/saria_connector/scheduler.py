@@ -142,8 +142,6 @@ class SchedulerSide:
         """The requests that were looked at last; while none of them has got `_quiet_tokens` more, none needs it."""
         self._block_pool: Any = None
         self._prefill: Prefill | None = None
-        self._gauges: Counts = {}
-        """What was measured since it was last told."""
         self._off = self._said_wrong_hints = False
         self.ssd = SsdOpening(config, sizing, self.tiers, clock)
         if config.ssd_paths:
@@ -439,7 +437,6 @@ class SchedulerSide:
         self.tiers.moved(metadata.moved, metadata.ingress_bytes_s, self._clock())
         for prefill in metadata.prefills:
             self.tiers.cost.prefill.learn(*prefill)
-        self._gauges = self.tiers.gauges()
 
     def jobs_ended(self, results: Sequence[JobResult]) -> None:
         """Take ranks' results of jobs."""
@@ -463,8 +460,7 @@ class SchedulerSide:
         return self.has_held_blocks() or self.ssd.waiting()
 
     def take_counts(self) -> Counts:
-        counts = self.tiers.take_counts() | self._gauges
-        self._gauges = {}
+        counts = self.tiers.take_counts()
         if self.ssd.wear is not None:
             counts |= self.ssd.wear.counts
             self.ssd.wear.counts = {}

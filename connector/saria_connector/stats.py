@@ -16,7 +16,7 @@ PREFIX = "vllm:saria_"
 
 @dataclass
 class SariaStats(KVConnectorStats):
-    """Counter increments, and values of gauges, by "name" or "name:label value"."""
+    """Counter increments, and gauges that changed, by "name" or "name:label value"."""
 
     def reset(self) -> None:
         self.data = {}

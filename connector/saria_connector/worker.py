@@ -19,6 +19,7 @@ from saria_vllm.config import SariaConfig, format_rate
 from saria_vllm.engine.device_pages import DevicePages, pin, round_trip
 from saria_vllm.engine.emulated import ENVIRONMENT, EmulatedMachine
 from saria_vllm.engine.executor import Executor
+from saria_vllm.engine.first_rates import Calibration, FirstRates
 from saria_vllm.engine.link_rate import measure_link
 from saria_vllm.engine.pool import DramPool
 from saria_vllm.engine.ssd_engine import open_engine
@@ -51,6 +52,7 @@ class WorkerSide:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         sizing, opener, io_threads = self._sizing, open_engine, self._config.io_threads
+        first_rates: FirstRates | None = Calibration(self._rank, sizing.ranks)
         maps: dict[int, Any] = layout.page_maps(self._kv_cache_config, sizing.groups, kv_caches)
         if self._config.ssd_paths:
             open_engine(self._config.ssd_engine, 2)[0].close()  # A configured engine that cannot work is an error now.
@@ -62,7 +64,8 @@ class WorkerSide:
         if rates := os.environ.get(ENVIRONMENT):
             logger.warning("SARIA: %s is set: loads are as slow as %s say", ENVIRONMENT, rates)
             machine = EmulatedMachine.of(rates, len(self._config.ssd_paths))
-            maps, opener, io_threads = {group: machine.pages(of) for group, of in maps.items()}, machine.open_engine, 1
+            maps, opener = {group: machine.pages(of) for group, of in maps.items()}, machine.open_engine
+            io_threads, first_rates = 1, None
         shapes, pacing, link = {shape.group: shape for shape in sizing.shapes}, self._config.pacing, 0.0
         if pacing.mode != "off":  # No request has come yet: what the blocks hold does not matter.
             group, shape = next(iter(shapes.items()))
@@ -82,6 +85,7 @@ class WorkerSide:
             link=link,
             load_deadline_s=self._config.load_deadline,
             opener=opener,
+            first_rates=first_rates,
         )
 
     def _prepare_device(self, pool: DramPool) -> None:

@@ -77,6 +77,8 @@ class Worker:
         self._results: list[JobResult] = []
         self._reports: list[OpenedSsd] = []
         self.ingress_bytes_s = 0.0
+        self.read_bytes_s: tuple[float, ...] = ()
+        """By drive, as measured when the tier opens."""
         self.moved: list[Moved] = []
         """To be reported with the next results."""
         self.token_s = 0.0
@@ -298,7 +300,8 @@ class Worker:
 
     def end_open(self, found: list[FoundChunk], next_segment: int = 0, problem: str = "", ranks: int = 0) -> None:
         self._reports += [
-            OpenedSsd(FoundChunks.of(found), next_segment, (True,) * 8, "", problem) for _ in range(ranks or self.ranks)
+            OpenedSsd(FoundChunks.of(found), next_segment, (True,) * 8, "", problem, self.read_bytes_s)
+            for _ in range(ranks or self.ranks)
         ]
 
     def end_all(self) -> None:

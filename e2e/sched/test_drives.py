@@ -103,30 +103,41 @@ def test_counters_of_drives_go_out_with_their_path() -> None:
     assert 'vllm:saria_loads_total{engine="0",model_name="m",result="failed"} 0.0' in text, "others are there at once"
 
 
-def test_gauges_tell_the_last_value() -> None:
-    registry = CollectorRegistry()
-    metrics = prom(registry)
-    stats = SariaStats(data={"drive_read_bytes_s:/a": 5, "ingress_bytes_s": 70, "loads:failed": 1})
-    stats.aggregate(SariaStats(data={"drive_read_bytes_s:/a": 3, "loads:failed": 2}))
-    assert stats.data == {"drive_read_bytes_s:/a": 3, "ingress_bytes_s": 70, "loads:failed": 3}
-    metrics.observe(dict(stats.data), 1)
-    metrics.observe({"drive_read_bytes_s:/a": 4}, 1)
-    text = generate_latest(registry).decode()
-    assert 'vllm:saria_drive_read_bytes_s{drive="/a",engine="1",model_name="m"} 4.0' in text
-    assert 'vllm:saria_ingress_bytes_s{engine="1",model_name="m"} 70.0' in text
-
-
-def test_what_was_measured_is_told_once(make: Make, tmp_path: Path) -> None:
+def test_what_was_measured_is_told_when_it_changes(make: Make, tmp_path: Path) -> None:
     engine = make(**two_drives(tmp_path))
     engine.worker.ingress_bytes_s, engine.worker.token_s = 3e9, 0.001
+    engine.serve("opens", prompt(100))
     engine.worker.moved = [Moved(0, 100_000_000, 1.0, 0, 0.0)]
-    engine.serve("a", prompt(1200))
-    told = [stats for stats in engine.stats if "ingress_bytes_s" in stats]
-    (drive,) = {name for stats in told for name in stats if name.startswith("drive_read_bytes_s:")}
-    assert drive.startswith(f"drive_read_bytes_s:{tmp_path}")
-    assert told[-1][drive] == 100_000_000 and told[-1]["ingress_bytes_s"] == 3_000_000_000
-    assert told[-1]["prefill_tokens_s"] == 1000
-    assert len(told) < len(engine.stats)
+    for number in range(3):
+        engine.serve(f"{number}", prompt(600, seed=number))
+    drive = f"drive_read_bytes_s:{tmp_path}/a"
+    for name, value in ((drive, 10**8), ("ingress_bytes_s", 3 * 10**9), ("prefill_tokens_s", 1000)):
+        assert [stats[name] for stats in engine.stats if name in stats] == [value]
+
+
+def test_what_drives_were_measured_at_decides_where_the_first_chunks_go_and_is_a_gauge(
+    make: Make, tmp_path: Path
+) -> None:
+    engine = make(**two_drives(tmp_path))
+    gb = 10**9
+    engine.worker.read_bytes_s, engine.worker.ingress_bytes_s = (float(gb), gb / 4), 8.0 * gb
+    serve(engine, 12, seed=20)
+    chunks = [sum(job.chunks for job in engine.begun("persist") if job.drive == drive) for drive in (0, 1)]
+    assert chunks[0] >= 2.5 * chunks[1]
+    assert engine.counted(f"drive_read_bytes_s:{tmp_path}/b") == gb // 4, "told once, for it did not change"
+    assert engine.counted("ingress_bytes_s") == 8 * gb
+
+
+def test_gauges_are_set_and_not_added_up() -> None:
+    registry = CollectorRegistry()
+    metrics = prom(registry)
+    stats = SariaStats(data={"drive_read_bytes_s:/mnt/a": 5, "ingress_bytes_s": 7})
+    stats.aggregate(SariaStats(data={"drive_read_bytes_s:/mnt/a": 4, "loads:loaded": 1}))
+    for _ in range(2):
+        metrics.observe(dict(stats.data), 0)
+    text = generate_latest(registry).decode()
+    assert 'vllm:saria_drive_read_bytes_s{drive="/mnt/a",engine="0",model_name="m"} 4.0' in text
+    assert 'vllm:saria_ingress_bytes_s{engine="0",model_name="m"} 7.0' in text
 
 
 def test_every_counter_is_known_to_prometheus() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,6 +17,7 @@ from saria_vllm.errors import StorageError
 from saria_vllm.policy.endurance import RATED_YEARS
 from saria_vllm.storage.directories import TOP_NAME
 from saria_vllm.storage.drives import Drive
+from saria_vllm.storage.rates import kept_rate
 from saria_vllm.storage.reclaim import usage
 from saria_vllm.storage.smart import Smart, disks_under
 from saria_vllm.storage.survey import leases_in
@@ -140,6 +142,9 @@ def rates(path: str, measure: Measure) -> Check:
     found = measure("auto", existing_part(path), RATE_BLOCK_BYTES, RATE_DEPTH, RATE_S)
     read, write = found.read.mb_s, found.write.mb_s
     text = f"reads {read:,.0f} MB/s, writes {write:,.0f} MB/s ({found.engine})"
+    kept, age_s = kept_rate(path, time.time())
+    if kept:
+        text += f"; an engine goes by {kept / 1e6:,.0f} MB/s until it has read, measured {age_s / 86_400:.1f} days ago"
     if read < READ_MB_S or write < WRITE_MB_S:
         advice = "see whether others use the drive, whether it is hot, full or remote; saria bench ssd says more"
         return Check("drive rates", "warn", text, advice)

@@ -143,6 +143,10 @@ class Bench:
         """Write every block once."""
         self._pass("write", iter(range(self._blocks)))
 
+    def read_all(self) -> Moved:
+        """Read every block once; raises as `run`."""
+        return self._pass("read", iter(range(self._blocks)))
+
     def run(self, kind: Kind, seconds: float) -> Moved:
         """One pass of about `seconds`, which ends when all its transfers have.
 

@@ -22,6 +22,7 @@ import numpy as np
 from saria_vllm import _native
 from saria_vllm.config import LOAD_DEADLINE_S, PacingConfig, SsdEngineName
 from saria_vllm.engine.cpus import PINNED_CPUS, io_cpus, near_drive, pin_this_thread
+from saria_vllm.engine.first_rates import FirstRates
 from saria_vllm.engine.jobs import Ends, LoadState, PersistState
 from saria_vllm.engine.pieces import Piece, Pieces
 from saria_vllm.engine.pool import DramPool
@@ -29,6 +30,7 @@ from saria_vllm.engine.ssd_engine import SsdEngine, open_engine
 from saria_vllm.engine.ssd_thread import Read, Retire, SsdThread, Write, depth_for
 from saria_vllm.errors import StorageError
 from saria_vllm.metrics import Counts
+from saria_vllm.storage.rates import ssd_path
 from saria_vllm.storage.segments import SegmentStore
 from saria_vllm.types import (
     GroupShape,
@@ -67,6 +69,7 @@ class Executor:
         ssd_engine, io_threads, cpus, pacing: as configured.
         load_deadline_s: a load that takes longer ends as failed.
         link: what copies from DRAM into HBM reach, bytes per second; 0: to be seen.
+        first_rates: says how fast drives read when the SSD tier opens; none: to be seen.
         opener: makes an SSD engine; see `open_engine`.
     """
 
@@ -82,6 +85,7 @@ class Executor:
         pacing: PacingConfig = PacingConfig(),  # noqa: B008  Frozen.
         link: float = 0.0,
         load_deadline_s: float = LOAD_DEADLINE_S,
+        first_rates: FirstRates | None = None,
         opener: Callable[[SsdEngineName, int], tuple[SsdEngine, str]] = open_engine,
     ) -> None:
         self._pool, self._maps, self._shapes = pool, maps, shapes
@@ -89,6 +93,7 @@ class Executor:
         self._cpus = io_cpus(cpus, os.sched_getaffinity(0), os.cpu_count() or 1)
         self._near_drives = not cpus
         self._ends = Ends(pacing, link, load_deadline_s)
+        self._first_rates = first_rates
         self._store: SegmentStore | None = None
         self._ssd: list[SsdThread] = []
         """By drive; where a drive has several threads, every so many."""
@@ -257,12 +262,25 @@ class Executor:
                 self._readers = [itertools.cycle(threads[drive::drives]) for drive in range(drives)]
                 self._store, self._ssd = store, threads
             usable = tuple(drive is not None for drive in store.drives)
-            self._opened = OpenedSsd(found, store.next_segment_id, usable, self._engine_note)
+            rates = self._rates(opened.directories, usable)
+            self._opened = OpenedSsd(found, store.next_segment_id, usable, self._engine_note, read_bytes_s=rates)
         except Exception as error:
             ended = [thread.close(CLOSE_S) for thread in threads]
             if store is not None and all(ended):
                 store.close()
             self._opened = OpenedSsd(problem=f"{type(error).__name__}: {error}")
+
+    def _rates(self, directories: Sequence[str], usable: Sequence[bool]) -> tuple[float, ...]:
+        """Bytes per second that drives read, as known or measured now; 0 where neither."""
+        if self._first_rates is None:
+            return (0.0,) * len(directories)
+        paths = [ssd_path(directory) if used else "" for directory, used in zip(directories, usable, strict=True)]
+        record_bytes = max(shape.record_bytes for shape in self._shapes.values())
+        rates = self._first_rates(self._ssd_engine, paths, record_bytes)
+        for drive, rate in enumerate(rates):
+            if rate:
+                self._ends.seed_drive(drive, rate)
+        return rates
 
     def _start_ssd(self, number: int, store: SegmentStore) -> SsdThread:
         depth = depth_for(max(shape.record_bytes for shape in self._shapes.values()))

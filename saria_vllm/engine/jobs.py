@@ -176,6 +176,11 @@ class Ends:
         with self._lock:
             return self._pacer.ingress
 
+    def seed_drive(self, number: int, read_bytes_s: float) -> None:
+        """See `Pacer.seed_drive`."""
+        with self._lock:
+            self._pacer.seed_drive(number, read_bytes_s)
+
     def _pace(self, call: str, *args: object) -> Any:
         """Call the pacer. After a fault of it loads are copied in their order, at once: none may hang on that."""
         try:

@@ -164,6 +164,10 @@ class Pacer:
         """What copies from DRAM reach alone, bytes per second; 0 when it is not known."""
         return self._link.value
 
+    def seed_drive(self, number: int, read_bytes_s: float) -> None:
+        """A drive was measured; what it is seen to read replaces that within moments."""
+        self._drives.setdefault(number, _Drive()).rate.value = read_bytes_s
+
     def drive_rates(self) -> dict[int, float]:
         """By drive: what it was seen to read, bytes per second."""
         return {number: drive.rate.value for number, drive in self._drives.items()}

@@ -100,10 +100,6 @@ class LoadOrCompute:
         that is not known."""
         self._ssd_bytes_s, self._ingress_bytes_s = ssd_bytes_s, ingress_bytes_s
 
-    @property
-    def ingress_bytes_s(self) -> float:
-        return self._ingress_bytes_s
-
     def begun(self, ssd_bytes: float, all_bytes: float, now: float) -> None:
         """A load of so many bytes on each rank was planned."""
         self._ssd_until = max(now, self._ssd_until) + ssd_bytes * _slowness(self._ssd_bytes_s)

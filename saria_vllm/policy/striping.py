@@ -101,10 +101,18 @@ class Striping:
         self._reads[moved.drive].learn(moved.read_bytes, moved.read_s)
         self._writes[moved.drive].learn(moved.written_bytes, moved.write_s)
 
+    def seed(self, drive: int, read_bytes_s: float) -> None:
+        """A drive was measured before anything was read from it. What is read soon outweighs that."""
+        self._reads[drive].learn(LEARNT_BYTES, LEARNT_BYTES / read_bytes_s)
+
+    def read_rates(self) -> list[float]:
+        """By drive: bytes per second that one rank reads from it, 0 while that is not known."""
+        return [rate.known for rate in self._reads]
+
     def weights(self) -> list[float]:
         """By drive: how much of what is written it should get, the fastest 1. By rates of reading, for that is what
         requests wait for; of writing while nothing was read; a drive that is not known counts as a usual one."""
-        rates = [rate.known for rate in self._reads]
+        rates = self.read_rates()
         if not any(rates):
             rates = [rate.known for rate in self._writes]
         known = [rate for rate in rates if rate]
@@ -112,11 +120,6 @@ class Striping:
             return [1.0] * len(rates)
         usual, fastest = sum(known) / len(known), max(known)
         return [max(LEAST_SHARE, (rate or usual) / fastest) for rate in rates]
-
-    def read_rates(self) -> dict[str, int]:
-        """What one rank gets from each drive, bytes per second by label, as far as it is known."""
-        pairs = zip(self.labels, self._reads, strict=True)
-        return {label: int(rate.known) for label, rate in pairs if rate.known}
 
     def read_bytes_s(self, now: float) -> float:
         """What one rank gets from all drives that are read from, 0 while that is not known; a drive that is not known

@@ -85,6 +85,9 @@ class Tiers:
             self.shapes, self.chunks, self.jobs, admission, headroom, persist_bytes_max, ranks, self.promotion,
             second_chance,
         )  # fmt: skip
+        self.ingress_bytes_s = 0.0
+        self._told: Counts = {}
+        """Gauges as `take_counts` returned them last."""
         self._tokens = self.shapes[0].block_tokens * self.shapes[0].blocks_per_chunk
 
     # Questions.
@@ -375,6 +378,7 @@ class Tiers:
         """What ranks moved from and to drives, and the rate at which DRAM reaches HBM, 0 while it is not known. Chunks
         to come go where they can be read soonest; promotion and `cut` go by the rates of both tiers."""
         ssd_bytes_s = 0.0
+        self.ingress_bytes_s = ingress_bytes_s
         if self.chunks.extents is not None:
             striping = self.chunks.extents.striping
             for one in moved:
@@ -422,21 +426,21 @@ class Tiers:
         self.chunks.clear(self.jobs)
         self.evictor.clear()
 
-    def gauges(self) -> Counts:
-        """What was measured, of what is known."""
-        found = {"ingress_bytes_s": int(self.cost.ingress_bytes_s), "prefill_tokens_s": int(self.cost.prefill.tokens_s)}
-        if self.chunks.extents is not None:
-            rates = self.chunks.extents.striping.read_rates()
-            found |= {f"drive_read_bytes_s:{drive}": rate for drive, rate in rates.items()}
-        return {name: value for name, value in found.items() if value}
-
     def take_counts(self) -> Counts:
-        """Counter increments since the last call."""
+        """Counter increments since the last call, and the gauges that changed."""
         counts, self.chunks.counts = self.chunks.counts, {}
+        gauges = {
+            "ingress_bytes_s": round(self.ingress_bytes_s),
+            "prefill_tokens_s": round(self.cost.prefill.tokens_s),
+        }
         if self.chunks.extents is not None:
             striping = self.chunks.extents.striping
             counts |= striping.counts
             striping.counts = {}
+            for label, rate in zip(striping.labels, striping.read_rates(), strict=True):
+                gauges[f"drive_read_bytes_s:{label}"] = round(rate)
+        counts |= {name: value for name, value in gauges.items() if value and value != self._told.get(name)}
+        self._told |= gauges
         return counts
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from saria_vllm.errors import StorageError
-from saria_vllm.storage import segment_check, wear
+from saria_vllm.storage import rates, segment_check, wear
 from saria_vllm.storage.directories import (
     ENGINE_NAME,
     GENERATION_NAME,
@@ -432,7 +432,8 @@ def _segment(name: str, kind: str) -> int | None:
 
 
 def _is_top_name(name: str) -> bool:
-    known = NAMESPACE_NAME.fullmatch(name) or wear.FILE_NAME.fullmatch(name.removesuffix(NEW))
+    plain = name.removesuffix(NEW)
+    known = NAMESPACE_NAME.fullmatch(name) or wear.FILE_NAME.fullmatch(plain) or rates.FILE_NAME.fullmatch(plain)
     return name == SHARING_NAME or known is not None
 
 

@@ -52,7 +52,7 @@ def device_bytes(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> lis
     Raises:
         StorageError: a path cannot be looked at.
     """
-    devices = _devices(paths, sys_block)
+    devices = devices_under(paths, sys_block)
     names = [name for name, _ in devices]
     return [max(1, nbytes // names.count(name)) for name, nbytes in devices]
 
@@ -63,12 +63,16 @@ def on_one_device(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> li
     Raises:
         StorageError: a path cannot be looked at.
     """
-    names = [name for name, _ in _devices(paths, sys_block)]
+    names = [name for name, _ in devices_under(paths, sys_block)]
     return [[path for path, other in zip(paths, names, strict=True) if other == name] for name in names]
 
 
-def _devices(paths: Sequence[str], sys_block: str) -> list[tuple[str, int]]:
-    """Name and bytes of the device under each path."""
+def devices_under(paths: Sequence[str], sys_block: str = "/sys/dev/block") -> list[tuple[str, int]]:
+    """Name and bytes of the device under each path.
+
+    Raises:
+        StorageError: a path cannot be looked at.
+    """
     devices: list[tuple[str, int]] = []
     for path in paths:
         try:

@@ -251,6 +251,8 @@ class Rig:
     """Engine directories that are not `directory`/drive<n>."""
     store_id: bytes = STORE_ID
     pacing: PacingConfig = field(default_factory=PacingConfig)
+    first_rates: Any = None
+    """See `Executor`."""
     emulation: Emulation | None = None
     """Rates of drives and ingress; with one I/O thread per drive."""
 
@@ -272,6 +274,7 @@ class Rig:
             ssd_engine=self.engine,  # type: ignore[arg-type]
             io_threads=self.io_threads,
             pacing=self.pacing,
+            first_rates=self.first_rates,
             opener=lambda name, depth: self._open_engine(name, depth),
         )
         self.results: dict[int, list[JobResult]] = {}

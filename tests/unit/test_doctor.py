@@ -22,6 +22,7 @@ from saria_vllm.cli import doctor, doctor_checks, doctor_paths, main
 from saria_vllm.cli.doctor_checks import Check, Ended, Machine
 from saria_vllm.config import PacingConfig
 from saria_vllm.policy.endurance import Governor
+from saria_vllm.storage.rates import write_rate
 from saria_vllm.storage.smart import Smart
 from saria_vllm.storage.wear import device_bytes, write_state
 
@@ -327,6 +328,14 @@ def test_drive_rates(tmp_path: Path, read: float, write: float, status: str) -> 
         return SimpleNamespace(read=SimpleNamespace(mb_s=read), write=SimpleNamespace(mb_s=write), engine="posix")
 
     says(doctor_paths.rates(str(tmp_path / "new"), measure), status, f"reads {read:,} MB/s, writes {write:,}")
+    (tmp_path / "new" / "saria").mkdir(parents=True)
+    write_rate(str(tmp_path / "new"), 0, 1, time.time() - 86_400, 5e8)
+    at = tmp_path / "new"
+
+    def again(*question: Any) -> Any:
+        return measure("auto", str(tmp_path), *question[2:])
+
+    says(doctor_paths.rates(str(at), again), status, "until it has read, measured 1.0 days ago")
 
 
 def test_smart(tmp_path: Path) -> None:

@@ -77,6 +77,21 @@ def test_pieces_are_cut_by_bytes_and_keep_their_positions() -> None:
     assert pieces.next(1 << 40) is None
 
 
+def test_what_drives_are_known_to_read_is_told_and_believed(make_rig: MakeRig) -> None:
+    asked: list[Any] = []
+
+    def first_rates(*question: Any) -> tuple[float, ...]:
+        asked.append(question)
+        return 5e8, 0.0
+
+    rig = make_rig(drives=2, first_rates=first_rates)
+    opened = rig.open()
+    assert opened.read_bytes_s == (5e8, 0.0)
+    assert rig.executor._ends._pacer.drive_rates() == {0: 5e8}
+    ((_, paths, record_bytes),) = asked
+    assert len(paths) == 2 and record_bytes == max(shape.record_bytes for shape in SHAPES)
+
+
 def test_the_link_is_measured_between_the_pool_and_the_blocks(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.write_slot(0, b"x", rig.slot(0, 0))

@@ -22,6 +22,7 @@ from live_engine import NAME, PARTS, SHAPES, LiveEngine, end, start
 from saria_vllm.cli import main
 from saria_vllm.storage import checking, segment_check
 from saria_vllm.storage.namespace import EngineDirectory
+from saria_vllm.storage.rates import write_rate
 from saria_vllm.storage.reclaim import share_capacity
 from saria_vllm.storage.recovery import data_name, journal_name
 from saria_vllm.storage.wear import lease_state, write_state
@@ -108,6 +109,7 @@ def test_what_engines_share_and_what_a_second_chance_leaves_is_no_damage(
     directory = EngineDirectory.claim([str(place.root)], NAME, PARTS, 0)
     share_capacity([str(place.root)], directory, 1 << 30)
     lease = lease_state(str(place.root), 3)[1]
+    write_rate(str(place.root), 0, 1, 1e9, 5e8)
     key_twice(place)
     for options in ((), ("--drop-bad",)):
         status, report = fsck(capsys, place.root, *options)

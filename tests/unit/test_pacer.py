@@ -45,6 +45,16 @@ def knows_drive(pacer: Pacer, rate: float, drive: int = 0) -> None:
     assert pacer.drive_rates()[drive] == pytest.approx(rate)
 
 
+def test_a_measured_drive_is_believed_until_it_was_seen() -> None:
+    pacer = Pacer(link=10 * GB)
+    pacer.seed_drive(0, GB)
+    assert pacer.drive_rates() == {0: GB}
+    pacer.begin("load", 0, {0: GB}, 0.0)
+    for step in range(1, 11):
+        pacer.ssd_moved("load", 0, GB // 10, step * 0.05)
+    assert pacer.drive_rates()[0] > 1.8 * GB
+
+
 def test_off_copies_the_oldest_first_and_never_waits() -> None:
     pacer = Pacer("off", link=GB)
     pacer.begin("mixed", 100 * MIB, {0: 100 * MIB}, 0.0)

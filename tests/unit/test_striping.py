@@ -53,6 +53,14 @@ class Machine:
             self.read(self.write(chunks))
 
 
+def test_a_rate_measured_before_any_read_gives_way_to_what_is_read() -> None:
+    striping = Striping(2)
+    striping.seed(0, 1e9)
+    assert striping.read_rates() == [pytest.approx(1e9), 0.0] and striping.read_bytes_s(0.0) == pytest.approx(2e9)
+    striping.learn(Moved(0, 128 << 20, (128 << 20) / 1e8, 0, 0.0))
+    assert striping.read_rates()[0] < 1.1e8
+
+
 def test_reads_of_a_request_end_together_on_drives_of_unlike_speed() -> None:
     machine = Machine([3e9, 3e9, 1e9, 0.5e9])
     even = machine.read(machine.write(256))
