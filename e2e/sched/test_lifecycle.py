@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from harness import Engine, prompt
 from saria_vllm.types import JobResult
@@ -219,6 +219,37 @@ def test_b27_a_failed_load_does_not_stop_those_that_have_landed(make: Make) -> N
     engine.worker.end_all()
     engine.run(60)
     assert engine.offered("0") == [96, 80, 0]
+
+
+@pytest.mark.parametrize("head_waits", [False, True], ids=["", "the first is told to ask again"])
+def test_b27_requests_that_fill_hbm_and_all_reuse_end_one_after_the_other(make: Make, head_waits: bool) -> None:
+    """100, 255 and 10 of 270 blocks, submitted together."""
+    engine = make(blocks=271, batched_tokens=512)
+    sizes = [100, 255, 10]
+    prefixes = [prompt(size * 16 - 40, seed=size) for size in sizes]
+    for size, prefix in zip(sizes, prefixes, strict=True):
+        engine.serve(f"cold {size}", prefix)
+        engine.flush_hbm()
+    ask, refusals = engine.connector.get_num_new_matched_tokens, 20 if head_waits else 0
+
+    def matched(request: Request, computed: int) -> tuple[int | None, bool]:
+        nonlocal refusals
+        if request.request_id == "100" and refusals:
+            refusals -= 1
+            return None, False
+        return ask(request, computed)
+
+    engine.connector.get_num_new_matched_tokens = matched
+    for size, prefix in zip(sizes, prefixes, strict=True):
+        engine.add(f"{size}", prefix, 20)
+    tokens, quiet, steps = 0, 0, 0
+    while len(engine.finished) < 6:
+        engine.step()
+        now = sum(map(len, engine.outputs.values()))
+        quiet, tokens, steps = 0 if now > tokens else quiet + 1, now, steps + 1
+        assert quiet < 50 and steps < 200, f"waits: {list(engine.scheduler.requests)}"
+    assert not refusals and all(engine.outputs[f"{size}"][:1] == engine.outputs[f"cold {size}"] for size in sizes)
+    assert len(engine.begun("load")) == 3
 
 
 @pytest.mark.parametrize("finish", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
