@@ -1,7 +1,7 @@
 """What reloads, stores and promotions cost a request that is decoding beside them: `python e2e/bench_overhead.py`.
 
 vLLM's processes on core 0; our threads and the client on core 1. One request decodes; beside it, every second, a
-request starts with a 6k-token prefix that was asked for before and some tokens that were not. Two arms, in turn; the
+request starts with a 3k-token prefix that was asked for before and some tokens that were not. Two arms, in turn; the
 server of the other is frozen meanwhile:
 
   plain    no connector; HBM holds every prefix, so only the new tokens are computed, and nothing moves
@@ -45,10 +45,10 @@ ANSWER_TOKENS = 16
 NEW_TOKENS = 128
 """Of each request, after its prefix."""
 
-DECODE_BLOCKS = 24
+DECODE_BLOCKS = 8
 """HBM blocks beside the prefixes: for the decoding request and the last block of the others."""
 
-TOKEN_BYTES = {"bfloat16": 6 << 10, "float32": 12 << 10}
+TOKEN_BYTES = {"bfloat16": 20 << 10, "float32": 40 << 10}
 """KV bytes per token of the model."""
 
 MOVED = {
@@ -131,7 +131,7 @@ class Arm:
         if self.connected:
             config = connector(
                 {
-                    "dram_capacity": f"{int(kv_mib * 1.8)}MiB",
+                    "dram_capacity": f"{int(kv_mib * 2.6)}MiB",
                     "ssd_paths": [str(ssd)],
                     "ssd_capacity": f"{int(kv_mib * 4 * PREFIXES)}MiB",
                     "admission": "full_duplicate",
@@ -149,7 +149,7 @@ class Arm:
         ]  # fmt: skip
         env = {"SARIA_TIMES": str(self.times), "PYTHONPATH": python_path()}
         self.server = Server(
-            ensure_model("llama-sessions"), options, log=folder / "server.log", connector=config,
+            ensure_model("llama-demo"), options, log=folder / "server.log", connector=config,
             cpus="0", dtype=arguments.dtype, kv_space_gib=4, env=env,
         )  # fmt: skip
 
@@ -225,7 +225,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--tokens", type=int, default=6144)
+    parser.add_argument("--tokens", type=int, default=3072)
     parser.add_argument("--dtype", default="float32", choices=list(TOKEN_BYTES))
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {1})
