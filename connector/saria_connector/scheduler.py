@@ -396,9 +396,11 @@ class SchedulerSide:
         if not self._off:
             now = self._clock()
             self.ssd.step(now)
+            # Those of this step wait for the next: together with its stores they would make it a long one.
+            slots_wanted = self._promoting.slots_wanted()
             self._plan_stores(scheduler_output)
-            self._persists += self.tiers.make_room(now, self._promoting.slots_wanted())
-            for job in self._promoting.plan(now):
+            self._persists += self.tiers.make_room(now, slots_wanted)
+            for job in self._promoting.plan(now) if slots_wanted else ():
                 self._hold(job)
                 self._promotions.append(job)
 

@@ -28,7 +28,7 @@ BATCH = 8
 
 LOOKUP_CHUNKS = 3600
 IO_THREADS = 8
-STEPS = 300
+STEPS = 200
 
 
 def session(number: int, chunks: int) -> Prefix:
