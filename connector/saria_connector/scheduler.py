@@ -245,6 +245,8 @@ class SchedulerSide:
             self.tiers.arrived(self._prefix(state), state.hit_end, self._clock(), state.hints)
         elif external > 0 or not any(state.sources):  # What is stored next goes behind a recent prefix.
             self.tiers.touch(state.prefix, state.hit_end, 0, self._clock())
+        if external > 0 or not any(state.sources):
+            self.tiers.cost.computing(state.asked_computed + external, request.num_tokens, self._clock())
         if external <= 0:
             return True
         computed, end_tokens = state.asked_computed, state.asked_computed + external
@@ -388,6 +390,8 @@ class SchedulerSide:
                 self._promote(state, confirmed, block_ids)
                 count_unpromoted(self.tiers, state.prefix, state.promoted, state.promote_end, "hold_limit")
         self.tiers.touch(state.prefix, len(state.prefix.keys), 0, self._clock())
+        if not self._requests:
+            self.tiers.cost.gpu_idle()
 
     # Once per step.
 

@@ -73,6 +73,7 @@ def test_what_dram_has_is_loaded_and_the_rest_computed(slow: Engine) -> None:
 def test_a_hit_that_is_asked_about_again_and_again_is_counted_once(slow: Engine) -> None:
     slow.add("runs", prompt(330, seed=70), 40)
     slow.steps_of(4)
+    slow.now += 10  # Its prefill is done.
     blocked = slow.pool.get_new_blocks(slow.pool.get_num_free_blocks() - 4)
     slow.add("again", TOKENS)
     slow.steps_of(10)
@@ -127,3 +128,15 @@ def test_steps_say_what_of_them_is_prefill(make: Make, drafts: int) -> None:
     large = [prefill for prefill in said if prefill and prefill.tokens > 1 + drafts]
     assert large == [Prefill(256, 256 * 128), Prefill(144, 144 * 256 + 144 * 72)]
     assert drafts or len([prefill for prefill in said if prefill]) == 2, "a step that only decodes has none"
+
+
+def test_while_prefills_of_others_are_queued_a_load_costs_nothing(slow: Engine) -> None:
+    slow.add("computes", prompt(390, seed=70), 3)
+    slow.steps_of(1)
+    slow.add("again", TOKENS)
+    slow.run()
+    assert 3 * 16 <= slow.offered("again")[-1] <= 4 * 16, "a chunk takes a second, and the GPU is busy for nearly four"
+    slow.flush_hbm()
+    fill(slow, "third filler", seed=60)
+    slow.serve("third", TOKENS)
+    assert slow.offered("third")[-1] == 0

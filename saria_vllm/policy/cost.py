@@ -2,12 +2,12 @@
 
 A request that loads its first k hit chunks and computes the others again waits for
 
-    T(k) = max(waiting_ssd + n_ssd(k) / B_ssd, waiting + n(k) / B_ingress) + P(k)
+    T(k) = max(waiting_ssd + n_ssd(k) / B_ssd, waiting + n(k) / B_ingress, waiting_gpu) + P(k)
 
-n are bytes of one rank, `waiting` is how long loads that were planned before keep each of the two busy, P(k) is the
-prefill of what was not loaded. The hit is cut at the k with the least T, if that saves enough: a load leaves the GPU to
-other requests, a prefill does not. What is not known yet counts for loading. Sources of the rates: drives and ingress
-as measured by the workers, prefill as in `PrefillTime`.
+n are bytes of one rank, `waiting` is how long loads and prefills that came before keep each of the three busy, P(k) is
+the prefill of what was not loaded. The hit is cut at the k with the least T, if that saves enough: a load leaves the
+GPU to other requests, a prefill does not. What is not known yet counts for loading. Sources of the rates: drives and
+ingress as measured by the workers, prefill as in `PrefillTime`.
 """
 
 from __future__ import annotations
@@ -93,21 +93,45 @@ class LoadOrCompute:
         self._deadline_s = deadline_s
         self.prefill = PrefillTime()
         self._ssd_bytes_s = self._ingress_bytes_s = 0.0
-        self._ssd_until = self._ingress_until = -math.inf
+        self._ssd_until = self._ingress_until = self._gpu_until = -math.inf
+        self._in_flight = (0, 0)
+        """Bytes of loads that have not ended: from SSD, and in all."""
 
     def measured(self, ssd_bytes_s: float, ingress_bytes_s: float) -> None:
         """What one rank gets from all drives together, and what DRAM and drives together bring into its HBM; 0 while
         that is not known."""
         self._ssd_bytes_s, self._ingress_bytes_s = ssd_bytes_s, ingress_bytes_s
 
-    def begun(self, ssd_bytes: float, all_bytes: float, now: float) -> None:
+    def begun(self, ssd_bytes: int, all_bytes: int, now: float) -> None:
         """A load of so many bytes on each rank was planned."""
+        ssd, in_all = self._in_flight
+        self._in_flight = ssd + ssd_bytes, in_all + all_bytes
         self._ssd_until = max(now, self._ssd_until) + ssd_bytes * _slowness(self._ssd_bytes_s)
         self._ingress_until = max(now, self._ingress_until) + all_bytes * _slowness(self._ingress_bytes_s)
 
-    def idle(self) -> None:
-        """No load is in flight, whatever was predicted."""
-        self._ssd_until = self._ingress_until = -math.inf
+    def ended(self, ssd_bytes: int, all_bytes: int) -> None:
+        """A load of so many bytes has ended."""
+        ssd, in_all = self._in_flight
+        self._in_flight = ssd - ssd_bytes, in_all - all_bytes
+
+    def _waiting_s(self, now: float) -> tuple[float, float]:
+        """How long loads in flight keep the drives and the ingress busy: as predicted, which is too long where loads
+        were faster, and no longer than all of their bytes take, which is too long where some have moved."""
+        ssd, in_all = self._in_flight
+        return (
+            max(0.0, min(self._ssd_until - now, ssd * _slowness(self._ssd_bytes_s))),
+            max(0.0, min(self._ingress_until - now, in_all * _slowness(self._ingress_bytes_s))),
+        )
+
+    def computing(self, begin: int, end: int, now: float) -> None:
+        """A prefill of these positions of a prompt was queued."""
+        seconds = float(self.prefill.seconds(np.array([float(begin)]), end)[0])
+        if seconds < math.inf:
+            self._gpu_until = max(now, self._gpu_until) + seconds
+
+    def gpu_idle(self) -> None:
+        """Nothing is to be computed, whatever was predicted."""
+        self._gpu_until = -math.inf
 
     def cut(self, ssd_bytes: Floats, chunk_bytes: int, boundaries: Floats, now: float) -> tuple[int, str]:
         """How many leading chunks of a hit to load, and why not all: a label of `metrics.RECOMPUTE_REASONS`.
@@ -121,14 +145,16 @@ class LoadOrCompute:
         if not self._ssd_bytes_s and ssd_bytes.any():
             return chunks, ""
         ssd = np.concatenate(([0.0], np.cumsum(ssd_bytes)))
-        ssd_s = np.where(ssd > 0, max(0.0, self._ssd_until - now) + ssd * _slowness(self._ssd_bytes_s), 0.0)
+        ssd_waiting_s, waiting_s = self._waiting_s(now)
+        ssd_s = np.where(ssd > 0, ssd_waiting_s + ssd * _slowness(self._ssd_bytes_s), 0.0)
         moved = np.arange(chunks + 1.0) * chunk_bytes
-        load_s = np.maximum(ssd_s, max(0.0, self._ingress_until - now) + moved * _slowness(self._ingress_bytes_s))
+        load_s = np.maximum(ssd_s, waiting_s + moved * _slowness(self._ingress_bytes_s))
         load_s[0] = 0.0
         if load_s[-1] < GAIN_MIN_S:
             return chunks, ""
         in_time = int(np.searchsorted(load_s, self._deadline_s * DEADLINE_SHARE, side="right")) - 1
-        total_s = load_s[: in_time + 1] + self.prefill.seconds(boundaries[: in_time + 1], int(boundaries[-1]))
+        begin_s = np.maximum(load_s[: in_time + 1], self._gpu_until - now)
+        total_s = begin_s + self.prefill.seconds(boundaries[: in_time + 1], int(boundaries[-1]))
         best = in_time - int(np.argmin(total_s[::-1]))
         if best < in_time and total_s[in_time] - total_s[best] >= max(GAIN_MIN_S, GAIN_MIN * total_s[in_time]):
             return best, "cheaper"

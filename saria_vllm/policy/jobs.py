@@ -18,7 +18,7 @@ _NO_EXTENTS: Ints = np.empty((0, 3), np.int32)
 class Job:
     """A job in flight. `rows` are index rows; a reset sets `stale` and turns them into group numbers."""
 
-    __slots__ = ("extents", "failed", "kind", "ranks_left", "reason", "rows", "slots", "stale", "tokens")
+    __slots__ = ("extents", "failed", "kind", "nbytes", "ranks_left", "reason", "rows", "slots", "stale", "tokens")
 
     def __init__(self, kind: str, ranks: int) -> None:
         self.kind = kind
@@ -27,6 +27,8 @@ class Job:
         """Of each row, -1 where it uses none."""
         self.tokens: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """Of a load, by chunk: a hit may begin and end inside one."""
+        self.nbytes = (0, 0)
+        """Of a load, on one rank: from SSD, and in all."""
         self.ranks_left = ranks
         self.failed: set[int] = set()
         self.reason = ""

@@ -179,7 +179,8 @@ class Tiers:
         job.tokens = np.full(end - first, self._tokens, np.int64)
         if blocks[0].min() == NULL_BLOCK:
             job.tokens = (blocks[0] != NULL_BLOCK).sum(axis=1) * self.shapes[0].block_tokens
-        self.cost.begun(ssd_bytes, (end - first) * sum(shape.record_bytes for shape in self.shapes), now)
+        job.nbytes = ssd_bytes, (end - first) * sum(shape.record_bytes for shape in self.shapes)
+        self.cost.begun(*job.nbytes, now)
         return LoadJob(job_id, request_id, tuple(parts))
 
     def _end_load(self, job: Job, now: float) -> None:
@@ -363,9 +364,8 @@ class Tiers:
         persists = []
         for job in jobs:
             if job.kind == "load":
+                self.cost.ended(*job.nbytes)
                 self._end_load(job, now)
-                if not any(other.kind == "load" for other in self.jobs.live.values()):
-                    self.cost.idle()
             elif job.kind == "persist":
                 persists.append(job)
             else:

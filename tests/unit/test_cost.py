@@ -134,7 +134,7 @@ def test_a_hit_is_cut_at_the_best_boundary_beside_loads_in_flight() -> None:
     assert cut(made, 20, 100) == (20, "cheaper")
     assert cut(made, 0, 600) == (600, "")
     assert cut(made, 0, 100, now=2.9) == (100, ""), "by then the drive is nearly free"
-    made.idle()
+    made.ended(300 * MB, 300 * MB)
     assert cut(made, 0, 100) == (100, "")
 
 
@@ -188,3 +188,39 @@ def test_no_load_is_planned_that_would_miss_its_deadline() -> None:
 def test_of_what_comes_in_time_the_best_is_taken() -> None:
     assert cut(cost(10_000, 10 * MB, 1000 * MB, deadline_s=2.0), 50, 50) == (50, "cheaper")
     assert cut(cost(100, 100 * MB, 1000 * MB, deadline_s=1.0), 0, 200) == (90, "deadline")
+
+
+def test_while_the_gpu_is_busy_a_load_costs_nothing() -> None:
+    """A crowd that all found the drive busy would else all compute, one behind the other."""
+    made = cost(5000, 100 * MB, 1000 * MB)
+    made.begun(300 * MB, 300 * MB, 0.0)
+    answers = []
+    for _ in range(8):
+        chunks, _ = cut(made, 0, 100)
+        answers.append(chunks)
+        made.computing(100 * chunks, 10_000, 0.0)
+        made.begun(chunks * MB, chunks * MB, 0.0)
+    assert answers[0] == 0, "the drive is busy for 3 s, and the prefill takes 2"
+    assert 100 in answers, "and then those before it compute for longer than it loads"
+    made.gpu_idle()
+    assert cut(made, 0, 100)[0] == 0, "the drive is still busy"
+
+
+def test_a_prefill_of_unknown_length_keeps_nobody_waiting() -> None:
+    made = cost(0, 100 * MB, 1000 * MB)
+    made.computing(0, 10_000, 0.0)
+    made.prefill = learned(1 / 5000)
+    made.begun(300 * MB, 300 * MB, 0.0)
+    assert cut(made, 0, 100) == (0, "cheaper")
+
+
+def test_what_was_predicted_too_long_is_bounded_by_what_is_in_flight() -> None:
+    """Loads that never pause, and are twice as fast as predicted: their errors must not add up."""
+    made = cost(5000, 100 * MB, 1000 * MB)
+    for second in range(100):
+        made.begun(200 * MB, 200 * MB, float(second))
+        if second:
+            made.ended(200 * MB, 200 * MB)
+    assert cut(made, 0, 200, now=100.0) == (200, ""), (
+        "2 s of reads are in flight, and it takes 2 s itself; prefill takes 4"
+    )
