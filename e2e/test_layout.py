@@ -40,6 +40,7 @@ from saria_connector.sizing import Sizing
 from saria_connector.worker import WorkerSide
 from saria_vllm.config import SariaConfig
 from saria_vllm.errors import ConfigError, LayoutError
+from saria_vllm.engine.step_times import StepTimes
 from saria_vllm.types import Extent, StoreItem, StoreJob
 
 pytestmark = pytest.mark.vllm
@@ -479,7 +480,7 @@ def test_b01_the_worker_submits_stores_after_the_forward_only(tmp_path: Path, co
     rig = Rig(tmp_path)
     worker = object.__new__(WorkerSide)
     worker._executor, worker._results, worker.counts = rig.executor, [], {}
-    worker._rank = 0
+    worker._rank, worker._step_times = 0, StepTimes(on_gpu=False)
     ended: set[int] = set()
     try:
         for step in range(1, 501):
