@@ -39,8 +39,8 @@ from saria_connector.metadata import SariaMetadata
 from saria_connector.sizing import Sizing
 from saria_connector.worker import WorkerSide
 from saria_vllm.config import SariaConfig
-from saria_vllm.errors import ConfigError, LayoutError
 from saria_vllm.engine.step_times import StepTimes
+from saria_vllm.errors import ConfigError, LayoutError
 from saria_vllm.types import Extent, StoreItem, StoreJob
 
 pytestmark = pytest.mark.vllm
