@@ -252,7 +252,7 @@ def test_every_data_byte_overwritten_between_two_servers(rig: Rig, restarted: Se
 
 def test_what_came_from_ssd_is_partly_promoted_and_both_tiers_serve_it_next(rig: Rig, restarted: Server) -> None:
     restarted.stop()
-    with rig.server(with_connector=True, promotion="auto") as server:
+    with rig.server(with_connector=True, promotion=0.5) as server:
         for prompt in rig.prompts[:PROMPTS]:
             server.complete(prompt, ANSWER_TOKENS)
         for _ in range(2):
