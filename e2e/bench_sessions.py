@@ -82,11 +82,7 @@ def main() -> int:
         for name in arguments.arms:
             report = run(name, dram, options, arguments)
             found[name].append(report)
-            ttft = [turn["ttft_s"] for turn in report["turns"]]
-            print(
-                f"round {number + 1} {name}: mean TTFT {statistics.mean(ttft):.3f} s, p90 {quantile(ttft, 0.9):.3f} s",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            print(f"round {number + 1} {name}: {json.dumps(row([report]))}", file=sys.stderr, flush=True)
     rows = {name: row(reports) for name, reports in found.items()}
     print(json.dumps({"needed_tokens": needed, "arms": rows}) if arguments.json else text(rows))
     return judge(rows)
