@@ -52,7 +52,10 @@ def print_table(results: list[Result]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=130)
-    title = "mean TTFT in ms by class of turn, n turns (was: the very same turns without a connector)"
+    title = (
+        "mean TTFT in ms by class of turn, n turns (was: the very same turns without a connector); "
+        "reloads at emulated rates"
+    )
     table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
     table.add_column("", no_wrap=True)
     heads = ("first", "HBM", "DRAM\nhit", "SSD\nhit", "mixed", "miss", "all but\nfirst")
